@@ -5,7 +5,7 @@ Paths, pictures, files and observation are written against `GraphCore`; `Graph` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn, Self, cast
 from weakref import WeakValueDictionary
@@ -42,16 +42,9 @@ class ChildTable(dict[str, Any]):
         super().__delitem__(name)
         self._refresh(name)
 
-    def pop(self, name: str, *default: Any) -> Any:
-        """Remove a child and return it."""
-        found = super().pop(name, *default)
-        self._refresh(name)
-        return found
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set several children."""
-        for name, module in dict(*args, **kwargs).items():
-            self[name] = module
+    # The methods of `dict` would bypass those above.
+    pop = MutableMapping.pop  # pyright: ignore[reportAssignmentType]
+    update = MutableMapping.update  # pyright: ignore[reportAssignmentType]
 
     def _refresh(self, name: str) -> None:
         if name in self._names:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flodl.checked_fields import Values, choice, number, text, whole
 from flodl.errors import ConfigError, nearest
 from flodl.monitor.trend import Trend
 
@@ -158,25 +159,28 @@ _FUNCTIONS: dict[str, Callable[..., Condition]] = {
 }
 
 
+_VALUES: dict[str, Values] = {
+    "name": Values("the name of a value, such as loss", text.fits),
+    "mode": choice("min", "max"),
+    "value": number(),
+    "tolerance": number(above=0, below=math.inf),
+    "window": whole(2),
+    "no_better window": whole(1),
+    "count": whole(1),
+}
+
+
 def _checked(word: str, **args: Any) -> Condition:
     """Return a condition.
 
     Raises:
         ConfigError: an argument is invalid; ``problems`` lists all of them.
     """
-    least = 1 if word in ("no_better", "after_epochs", "after_steps") else 2
     problems = []
     for name, value in args.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
-        size: float = value if number and abs(value) < math.inf else 0
-        is_valid, expected = {
-            "name": (isinstance(value, str) and value != "", "the name of a value, such as loss"),
-            "mode": (value in ("min", "max"), "min or max"),
-            "value": (number, "a number"),
-            "tolerance": (size > 0, "a number above 0"),
-        }.get(name, (size == int(size) >= least, f"an integer from {least}"))
-        if not is_valid:
-            problems.append(f"{word}: {name} is {value!r}, expected {expected}")
+        values = _VALUES.get(f"{word} {name}", _VALUES[name])
+        if not values.fits(value):
+            problems.append(f"{word}: {name} is {value!r}, expected {values.expected}")
     if problems:
         raise ConfigError(f"condition: {'; '.join(problems)}", problems=problems)
     floats = ("tolerance", "value")
@@ -194,7 +198,7 @@ def _argument_text(value: Any) -> str:
 _BARE_ARGUMENT = re.compile(r"""'[^']*'|"[^"]*"|(?<=[(,=])\s*([^\s()'",=]+)\s*(?=[,)])""")
 
 
-def parse_condition(text: str) -> Condition:
+def parse_condition(written: str) -> Condition:
     """Return the condition of a text such as ``stalled(loss, 3) and not improving(dev/f1, 2, mode=max)``.
 
     The text is an expression of Python in which names need quotes only if they contain spaces, commas or brackets.
@@ -202,12 +206,12 @@ def parse_condition(text: str) -> Condition:
     Raises:
         ConfigError: the text is not a condition.
     """
-    quoted = _BARE_ARGUMENT.sub(lambda found: found[0] if found[1] is None else repr(_read(found[1])), text.strip())
+    quoted = _BARE_ARGUMENT.sub(lambda found: found[0] if found[1] is None else repr(_read(found[1])), written.strip())
     try:
         return _built(ast.parse(quoted, mode="eval").body)
     except (SyntaxError, TypeError, ValueError, RecursionError, ConfigError) as fault:
         raise ConfigError(
-            f"condition {text!r}: {fault}; expected {', '.join(_FUNCTIONS)} with arguments, joined by and, or, not.",
+            f"condition {written!r}: {fault}; expected {', '.join(_FUNCTIONS)} with arguments, joined by and, or, not.",
             problems=[str(fault)],
         ) from None
 
@@ -225,10 +229,10 @@ def _built(node: ast.expr) -> Condition:
     return _FUNCTIONS[word](*map(ast.literal_eval, node.args), **named)
 
 
-def _read(text: str) -> int | float | str:
+def _read(word: str) -> int | float | str:
     for kind in (int, float):
         try:
-            return kind(text)
+            return kind(word)
         except ValueError:
             continue
-    return text
+    return word
