@@ -15,6 +15,7 @@ import os
 import re
 import struct
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -61,10 +62,6 @@ class Header:
     metadata: dict[str, str]
     order: list[str]
     data_start: int
-
-
-class _DuplicateKey(ValueError):
-    """A JSON object contains a key twice; the key is the argument."""
 
 
 def read_header(path_or_fd: str | os.PathLike[str] | int, *, name: str = "") -> Header:
@@ -156,14 +153,8 @@ class _Reader:
         try:
             text = raw.decode("utf-8")
             table, end = _DECODER.raw_decode(text)
-        except _DuplicateKey as error:
-            self.fail(f"found the key {printable(error.args[0])} twice in one object")
-        except UnicodeDecodeError as error:
-            self.fail(f"the header is not UTF-8 at byte {8 + error.start}")
-        except RecursionError:
-            self.fail("the header is nested too deeply")
-        except ValueError as error:
-            self.fail(f"the header is not JSON ({printable(str(error))})")
+        except (ValueError, RecursionError) as error:
+            self.fail(f"the header is not valid JSON ({printable(str(error))})")
         if text[end:].strip(" "):
             self.fail("found text after the JSON object of the header")
         return table
@@ -227,8 +218,8 @@ def _counts(value: Any) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        seen: set[str] = set()
-        raise _DuplicateKey(next(key for key, _ in pairs if key in seen or seen.add(key)))
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"found the key {key} twice in one object")
     return table
 
 
