@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from flodl.errors import TrainInterrupted
@@ -30,6 +31,20 @@ def stop_by(number: int, **about: Any) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+@contextlib.contextmanager
+def handled_by(handler: Callable[[int, Any], Any]) -> Iterator[None]:
+    """Handle SIGTERM and SIGINT by a function in this block; without effect outside of the main thread."""
+    old: dict[int, Any] = {}
+    with contextlib.suppress(ValueError):  # only the main thread may set handlers
+        for number in (signal.SIGTERM, signal.SIGINT):
+            old[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+
+
 class StopSignals:
     """Context that records the first SIGTERM or SIGINT; a second one ends the process immediately.
 
@@ -40,18 +55,14 @@ class StopSignals:
     def __init__(self) -> None:
         self.number = 0
         self._since = 0.0
-        self._old: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        with contextlib.suppress(ValueError):  # only the main thread may set handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._old[number] = signal.signal(number, self._note)
+        self._handled = handled_by(self._note)
+        self._handled.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._old = {}
+    def __exit__(self, *error: Any) -> None:
+        self._handled.__exit__(*error)
 
     def _note(self, number: int, _frame: Any) -> None:
         if self.number and time.monotonic() - self._since > REPEAT_S:

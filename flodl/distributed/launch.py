@@ -30,7 +30,7 @@ from flodl.distributed.board import Board
 from flodl.distributed.group import FROZEN_S, join_ranks
 from flodl.errors import TrainError
 from flodl.fork_server import is_prepared
-from flodl.signals import stop_by
+from flodl.signals import handled_by, stop_by
 from flodl.system import die_with_parent, hard_stop, is_stopped, loopback
 
 STARTING = ("spawn", "rendezvous", "model build", "first broadcast")
@@ -287,7 +287,6 @@ class Crew:
     @contextlib.contextmanager
     def passing_signals(self) -> Any:
         """Forward SIGTERM and SIGINT to the ranks inside the context; a second signal kills them."""
-        old: dict[int, Any] = {}
         seen = 0
 
         def forward(number: int, _frame: Any) -> None:
@@ -301,14 +300,8 @@ class Crew:
             if seen > 1:
                 stop_by(number)
 
-        with contextlib.suppress(ValueError):  # only the main thread may set handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
-                old[number] = signal.signal(number, forward)
-        try:
+        with handled_by(forward):
             yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
 
     def stop(self) -> None:
         """Kill every running rank."""
