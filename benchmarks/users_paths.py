@@ -498,7 +498,7 @@ def devices(world: World) -> None:
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for count in (1, several):
         out = world.place / f"out-{count}.jsonl"
-        words = ["--in", str(source), "--out", str(out), "--devices", ",".join(names[:count])]
+        words = ["--in", str(source), "--out", str(out), "--devices", ",".join(names[:count]), "--timing"]
         words += ["--precision", "bf16" if world.dtype == "bfloat16" else "fp32"]
         took, told = command(cli("predict", given["model"], *words))
         world.note("devices", f"predict --in, {len(texts):,} rows, devices {count}", [took])

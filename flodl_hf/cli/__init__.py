@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from itertools import pairwise
+
+STARTED = time.perf_counter()
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ The options are generated from the table `flodl_hf.training.Options`, so that bo
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import json
 import os
@@ -20,12 +19,13 @@ import typer
 from flodl.errors import ConfigError, nearest
 from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.checkpoints.weights.prefetch import prefetching
+from flodl_hf.cli import STARTED
 from flodl_hf.cli.choices import complete_task, task_word
 from flodl_hf.cli.command import StrictCommand
 from flodl_hf.cli.error_text import command_line
-from flodl_hf.cli.options import option, parameter, with_parameters
+from flodl_hf.cli.options import TIMING, option, parameter, with_parameters
 from flodl_hf.cli.path_checks import check_places
-from flodl_hf.cli.shared import emit, emit_json, reporting, say, tell, training_said
+from flodl_hf.cli.shared import emit, emit_json, reporting, say, say_timing, tell, training_said
 from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.models.adapters.settings import FLAT_WORDS
 from flodl_hf.training.option_checks import SCHEDULES
@@ -35,7 +35,6 @@ from flodl_hf.training.training_arguments import REMOVED
 if TYPE_CHECKING:
     from flodl_hf.training.result import FinetuneResult
 
-STARTED = time.perf_counter()
 ANY_PORT = "any"
 SHOWN = ("task", "folder", "metrics", "steps", "best_step", "seconds", "recorded", "summed")
 """What ``--json`` prints of a finished run."""
@@ -121,10 +120,7 @@ def _run(values: dict[str, Any], said: Mapping[str, Any]) -> None:
         say(f"gradients: summed by {result.summed}")
     _report(name, result, said["json_output"])
     if said["timing"]:
-        phases = {"import": imported, **result.timing}
-        say("seconds: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()), always=True)
-        ended = time.perf_counter()
-        atexit.register(lambda: say(f"exit: {time.perf_counter() - ended:.1f} seconds", always=True))
+        say_timing({"import": imported, **result.timing})
 
 
 def _values(said: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -377,7 +373,7 @@ def _command() -> Callable[..., None]:
                "resources needed, and write nothing.", default=False),
         option("find_lr", bool, "Train a copy at rising rates, report where the loss fell fastest, and write nothing.",
                default=False),
-        option("timing", bool, "Print the seconds of each phase.", default=False),
+        TIMING,
         option("dashboard", str, "Show the run on a page of this machine, at this port or the first free one from 6060 "
                "on.", metavar="[PORT]"),
         option("dashboard_control", bool, "Let that page make the run evaluate, save or stop, authorised by the token "

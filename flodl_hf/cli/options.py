@@ -62,6 +62,7 @@ FILE, RUN = "A file of texts", "How it runs"
 MODEL, HEAD, HELP_ALL = alias("model", Model, REQUIRED), alias("head", Head, "auto"), alias("help_all", HelpAll, False)
 REVISION, LOCAL = alias("revision", Revision), alias("local_files_only", Local, False)
 JSON = alias("json_output", Json, False)
+TIMING = option("timing", bool, "Print the seconds of each phase.", default=False)
 
 _SOURCE = "CSV, TSV, JSON lines, Parquet, Arrow or text file (a row a line); - is standard input."
 _ON_ERROR = "Rows that cannot be answered; null writes no answer and the reason."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -18,12 +19,24 @@ import typer
 
 from flodl.errors import ConfigError, printable
 from flodl_hf.checkpoints.weights.prefetch import prefetching
+from flodl_hf.cli import STARTED
 from flodl_hf.cli import options as shared
 from flodl_hf.cli.choices import AGGREGATIONS
 from flodl_hf.cli.command import StrictCommand
 from flodl_hf.cli.options import FILE, RUN, alias, chosen, option, with_parameters
 from flodl_hf.cli.path_checks import check_places
-from flodl_hf.cli.shared import as_json, device_said, emit_json, plain, progress, reporting, say, stdin_lines, tell
+from flodl_hf.cli.shared import (
+    as_json,
+    device_said,
+    emit_json,
+    plain,
+    progress,
+    reporting,
+    say,
+    say_timing,
+    stdin_lines,
+    tell,
+)
 from flodl_hf.errors import PredictError
 from flodl_hf.families.schema.tasks import task_named
 
@@ -89,7 +102,7 @@ class Command(StrictCommand):
 @with_parameters((
     shared.MODEL, alias("text", TEXT), QUESTION, QUERY, shared.HEAD, *OPTIONS, shared.WEIGHT, IN, OUT, *FILES,
     option("page", Path, _HTML, "--html", panel=ANSWERS), shared.DEVICE, shared.REVISION, shared.LOCAL, shared.JSON,
-    shared.HELP_ALL,
+    shared.TIMING, shared.HELP_ALL,
 ))  # fmt: skip
 def command(
     model: str,
@@ -102,6 +115,7 @@ def command(
     page: Path | None,
     device: str,
     json_output: bool,
+    timing: bool,
     **given: Any,
 ) -> None:
     """Predict from texts, from the lines of standard input, or from a file (--in) to a file (--out).
@@ -109,6 +123,7 @@ def command(
     The checkpoint sets the output: labels, entities, an answer (--question), the words for [MASK], an embedding, or an
     order (--query). A file may have any number of rows; the same command resumes an interrupted run.
     """
+    began = time.perf_counter()
     options, files, loading = (chosen(given, rows) for rows in (OPTIONS, FILES, LOADING))
     if "threshold" in options:
         options["threshold"] = _threshold(options["threshold"])
@@ -117,7 +132,10 @@ def command(
     if source is not None and out is not None and not text:
         check_places("prediction", {"model": model, "source": source, "out": out})
         said = {"question": question, "query": query, "head": head}
-        _file(model, source, out, {**files, **said, **options}, loading, device, json_output)
+        result = _file(model, source, out, {**files, **said, **options}, loading, device, json_output)
+        if timing:
+            load_s = time.perf_counter() - began - result.seconds
+            say_timing({"import": began - STARTED, "load": load_s, "predict": result.seconds})
         return
     if source is not None or out is not None:
         _misused(
@@ -142,12 +160,15 @@ def command(
 
         expect_tokenizer(model, "predict")
         loaded = load(model, head=head, **loading, device=device_said(device))
+    ready = time.perf_counter()
     texts = iter(text) if text is not None else stdin_lines()
     if query is not None:
         answers = ranked(loaded, list(texts), query, options)
     else:
         answers = answer(loaded, texts, question=question, options=options)
     drawn = _told(answers, json_output, most=0 if page is None else MOST_DRAWN)
+    if timing:
+        say_timing({"import": began - STARTED, "load": ready - began, "predict": time.perf_counter() - ready})
     if page is not None:
         from flodl_hf.training.report.answers import write_page
 
@@ -163,7 +184,7 @@ def _file(
     loading: dict[str, Any],
     device: str,
     json_output: bool,
-) -> None:
+) -> FileResult:
     """Answer a file into a file or onto standard output, on one device or, with ``devices``, on several."""
     one = "devices" not in said
     with prefetching(model, {"device": device if one else None, "weights": loading.get("weights")}):
@@ -171,9 +192,8 @@ def _file(
             said = {**said, "device": device_said(device)}
         said |= loading
         if str(out) == "-":
-            predict_to_output(model, source, said)
-        else:
-            predict_to_file(model, source, out, said, json_output)
+            return predict_to_output(model, source, said)
+        return predict_to_file(model, source, out, said, json_output)
 
 
 def _told(answers: Iterator[tuple[str, Any]], json_output: bool, most: int) -> list[tuple[str, Any]]:
@@ -297,7 +317,7 @@ def file_to_file(
     doing: str,
     empty: str = "they are answered as empty texts",
     called: str | None = None,
-) -> None:
+) -> FileResult:
     """Process a file with ``run`` (`predict_file`, `encode_file`), with a progress bar and exit status by signal.
 
     ``called`` is the name of the output in messages if it is not its path.
@@ -322,26 +342,28 @@ def file_to_file(
         if is_first:
             say(f"stopped: {result.parts} parts are kept in {out.name}.parts; {Parts(out, '').again} to resume")
         raise typer.Exit(128 + signals.number)
+    return result
 
 
 def predict_to_file(
     model: str, source: str, out: Path, said: dict[str, Any], json_output: bool, called: str | None = None
-) -> None:
+) -> FileResult:
     """Predict from a file into a file, with a progress bar and exit status by signal."""
     from flodl_hf.jobs import predict_file
 
-    file_to_file(predict_file, model, source, out, said, json_output, "predicting", called=called)
+    return file_to_file(predict_file, model, source, out, said, json_output, "predicting", called=called)
 
 
-def predict_to_output(model: str, source: str, said: dict[str, Any]) -> None:
+def predict_to_output(model: str, source: str, said: dict[str, Any]) -> FileResult:
     """Predict from a file onto standard output, as JSON lines; nothing is stored to resume from."""
     with tempfile.TemporaryDirectory(prefix="flodl-hf-") as folder:
         target = Path(folder) / "answers.jsonl"
         with redirect_stdout(sys.stderr):
-            predict_to_file(model, source, target, said, json_output=False, called="standard output")
+            result = predict_to_file(model, source, target, said, json_output=False, called="standard output")
         with target.open("rb") as answers:
             shutil.copyfileobj(answers, sys.stdout.buffer)
         sys.stdout.buffer.flush()
+    return result
 
 
 def _bar(bar: Any, signals: Any, doing: str) -> Callable[[Progress], None]:

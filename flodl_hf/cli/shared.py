@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from functools import partial, wraps
@@ -123,6 +125,13 @@ def tell(text: str, **style: Any) -> None:
         **style: colours as of ``typer.style``, where stdout is a terminal that has them.
     """
     typer.echo(painted(visible(text), sys.stdout, **style))
+
+
+def say_timing(phases: Mapping[str, float]) -> None:
+    """Print the seconds of phases now, and those of the exit at the end of the process."""
+    say("seconds: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()), always=True)
+    ended = time.perf_counter()
+    atexit.register(lambda: say(f"exit: {time.perf_counter() - ended:.1f} seconds", always=True))
 
 
 def say(text: str, *, always: bool = False, **style: Any) -> None:
