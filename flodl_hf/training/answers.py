@@ -15,11 +15,11 @@ from torch import Tensor
 
 from flodl.errors import DataError, printable
 from flodl_hf.inference.decode.metrics import AnswerF1
-from flodl_hf.readers.columns import Columns
+from flodl_hf.readers.columns import Columns, column_names
 from flodl_hf.readers.faults import check_texts, refuse_rows
 from flodl_hf.tokenization.alignment import answer_positions
 from flodl_hf.training.rows import RowBuilder
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -52,13 +52,24 @@ class AnswerTask(Task):
     kind = "spans"
     main_metric = "f1"
 
+    @classmethod
+    def plan(cls, source: Source) -> AnswerTask:
+        """Return the task of questions with answers."""
+        if source.columns.answers is None:
+            names = column_names(source.rows[:200])
+            raise DataError(
+                f"train: found questions and no column with answers among {names}; expected the answers as in SQuAD, "
+                "{'text': [...], 'answer_start': [...]}; set columns={'answers': ...}",
+                names=names,
+            )
+        return cls(source.columns)
+
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each question with its context."""
         question, context, column = self.columns.question, self.columns.context, self.columns.answers
         assert question is not None
         assert context is not None
-        if column is None:
-            raise DataError("finetune: found questions and no column with answers; set columns={'answers': ...}")
+        assert column is not None
         for name in (question, context):
             check_texts(examples, name, "finetune")
         builder, truth, faults = RowBuilder(limits.types), _Truth(), []

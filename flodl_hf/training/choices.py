@@ -19,10 +19,9 @@ from flodl.errors import DataError
 from flodl.metrics import Accuracy
 from flodl.train import Loss
 from flodl_hf.readers.faults import refuse_rows
-from flodl_hf.training.options import Options
 from flodl_hf.training.ranking import Candidates, CollateLists, ListObjective, collate_lists, prepare_lists
 from flodl_hf.training.rows import CollateRows
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task
 from flodl_hf.training.vectors.tables import asked_columns, known_column
 
 if TYPE_CHECKING:
@@ -114,6 +113,20 @@ class ChoiceTask(Task):
     kind = "choices"
     main_metric = "accuracy"
     per_row = True
+
+    @classmethod
+    def plan(cls, source: Source) -> ChoiceTask:
+        """Return the task of a table of choices."""
+        row = source.rows[0]
+        columns = choice_columns(row, source.options.columns)
+        if columns is None:
+            raise DataError(
+                f"train: found the columns {list(row)}, and no choices among them; expected a prompt (prompt, context, "
+                "question), choices in a list (choices, endings, options) or in numbered columns (ending0, ending1), "
+                "and a label; or set columns={'prompt': ..., 'choices': ..., 'label': ...}",
+                names=list(row),
+            )
+        return cls(columns)
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return a row for each prompt with all of its choices."""
@@ -220,20 +233,3 @@ class _Scorer(Scorer):
         found[self.counts[example] :] = float("-inf")
         self.parts[0].update(found[None], torch.tensor([self.right[example]]))
         return found.tolist(), self.right[example]
-
-
-def plan_choices(rows: Sequence[Mapping[str, Any]], options: Options) -> ChoiceTask:
-    """Return the task of choosing from a table.
-
-    Raises:
-        DataError: no column contains choices.
-    """
-    columns = choice_columns(rows[0], options.columns)
-    if columns is None:
-        raise DataError(
-            f"train: found the columns {list(rows[0])}, and no choices among them; expected a prompt (prompt, context, "
-            "question), choices in a list (choices, endings, options) or in numbered columns (ending0, ending1), and a "
-            "label; or set columns={'prompt': ..., 'choices': ..., 'label': ...}",
-            names=list(rows[0]),
-        )
-    return ChoiceTask(columns)

@@ -29,7 +29,7 @@ from flodl_hf.training.masked import CollateShares, MaskedTask, Masking, make_ma
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, TakenRows
 from flodl_hf.training.step import STEP, Kind, Objective, layout_of, mixed, row_seeds, score
-from flodl_hf.training.task import Prepared, Scorer
+from flodl_hf.training.task import Prepared, Scorer, Source
 
 if TYPE_CHECKING:
     from flodl_hf.heads.masked_lm import MaskedLM
@@ -318,6 +318,15 @@ class GeneratorTask(MaskedTask):
     kind = "replaced"
     attaches = True
 
+    @classmethod
+    def plan(cls, source: Source) -> GeneratorTask:
+        """Return the task of a generator and a discriminator."""
+        rows, options = source.rows[:200], source.options
+        columns = infer_columns(rows, **dict(options.columns or {}))
+        if columns.words is not None or columns.text is None:
+            raise ConfigError(f"generator: found the columns {list(rows[0])}; expected texts", problems=["generator"])
+        return cls(Columns(task="masked-lm", text=columns.text), options.concatenate, options=options)
+
     @property
     def start(self) -> GeneratorStart:
         """Attaches the generator to a model, on every rank."""
@@ -392,19 +401,3 @@ class _Scorer(Scorer):
         return {
             **tokens, "generator_accuracy": first["accuracy"], "generator_perplexity": words["perplexity"],
         }  # fmt: skip
-
-
-def plan_generator(rows: Sequence[Mapping[str, Any]], options: Options) -> GeneratorTask:
-    """Return the task of a generator and a discriminator.
-
-    Raises:
-        ConfigError: columns that are no texts.
-    """
-    columns = infer_columns(rows, **dict(options.columns or {}))
-    text = columns.text if columns.words is None else None
-    if text is None:
-        raise ConfigError(
-            f"generator: found the columns {list(rows[0])}; expected texts",
-            problems=["generator"],
-        )
-    return GeneratorTask(Columns(task="masked-lm", text=text), options.concatenate, options=options)

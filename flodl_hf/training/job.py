@@ -36,9 +36,8 @@ from flodl_hf.training.result import Timing
 from flodl_hf.training.rows import CollateRows, EncodedRows
 from flodl_hf.training.start import FixedModel, ModelFactory, known_of, open_start, settle_head
 from flodl_hf.training.step import Objective
-from flodl_hf.training.task import LengthLimits, Prepared, Task, name_of
+from flodl_hf.training.task import Known, LengthLimits, Prepared, Task, name_of
 from flodl_hf.training.task_choice import (
-    Known,
     choose_task,
     float_classes,
     task_line,

@@ -22,7 +22,7 @@ from flodl_hf.readers.columns import Columns
 from flodl_hf.readers.faults import check_texts
 from flodl_hf.tokenization.alignment import IGNORE, chosen_tokens, mask_tokens, num_masked
 from flodl_hf.training.rows import SPECIAL, CollateRows, EncodedRows, RowBuilder, TakenRows
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -181,6 +181,11 @@ class MaskedTask(Task):
     head = "masked_lm"
     kind = "words"
     main_metric = "-eval_loss"
+
+    @classmethod
+    def plan(cls, source: Source) -> MaskedTask:
+        """Return the task of texts alone."""
+        return cls(source.columns, source.options.concatenate)
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each text with the word of each token; lines without a token are left out."""

@@ -7,7 +7,7 @@ modified: their second text is from another row, or for ALBERT both texts are sw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from flodl_hf.training.masked import CollateShares, make_masking, words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import RELATED, CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.step import Kind, LossFunction, Objective, run_model
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -62,6 +62,12 @@ class PairTask(Task):
             self._settle(kind="pairs", main_metric="-eval_loss")
         else:
             self._settle(kind="single_label", main_metric="accuracy")
+
+    @classmethod
+    def plan(cls, source: Source) -> PairTask:
+        """Return the task of a table of pairs."""
+        columns = pair_columns(source.rows, source.options.columns, source.name)
+        return cls(columns, source.name, source.known.ordered, source.options.seed)
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return a row for each pair; of those too long for one the longer text gives way."""
@@ -198,18 +204,3 @@ class _Scorer(Scorer):
     def compute(self) -> dict[str, float]:
         """Return the metrics of pairs, and the perplexity of masked words."""
         return {name: value for name, value in super().compute().items() if name != "loss"}
-
-
-def plan_pairs(head: str, rows: Sequence[Mapping[str, Any]], options: Options, *, ordered: bool) -> PairTask:
-    """Return the task of classifying pairs.
-
-    Args:
-        head: ``"next_sentence"`` or ``"pretraining"``.
-        rows: the table.
-        options: the run's.
-        ordered: whether the head of the family predicts the order of both texts.
-
-    Raises:
-        DataError: no columns contain pairs.
-    """
-    return PairTask(pair_columns(rows, options.columns, head), head, ordered, options.seed)

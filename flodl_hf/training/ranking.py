@@ -30,7 +30,7 @@ from flodl_hf.training.option_checks import Problems, task_faults
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.step import Kind, LossFunction, score
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks
 from flodl_hf.training.vectors.step import PARTS, CollateTexts, TextRows
 from flodl_hf.training.vectors.tables import ANCHORS, LABELS, POSITIVES, known_column, read_table
 
@@ -243,6 +243,38 @@ class RankTask(Task):
     main_metric = "ndcg@10"
     per_row = True
 
+    @classmethod
+    def plan(cls, source: Source) -> RankTask:
+        """Return the task of questions with candidates."""
+        rows, options = source.rows, source.options
+        problems = Problems("finetune", task_faults("rank", options))
+        word, loss, kind = options.vector_loss or "BinaryCrossEntropyLoss", None, None
+        with problems:
+            if not isinstance(word, str):
+                raise ConfigError(
+                    "vector_loss: found a mapping for a ranker; expected a name", problems=["vector_loss"]
+                )
+            kind = OF_PAIRS.get(loss_named(word, {**OF_PAIRS, **LIST_LOSSES}))
+            if kind is not None and options.loss_options:
+                raise ConfigError(f"loss_options: {word} has none; leave it out", problems=["loss_options"])
+            if kind is None and options.neftune:
+                problems.add(["neftune: lists of candidates take none; leave it out"])
+            if kind is None:
+                loss = make_loss(word, options.loss_options, LIST_LOSSES)
+        columns = None
+        with problems:
+            if kind is None:
+                columns = read_lists(rows, options.columns)[1]
+            else:
+                _, _, columns = _pairs(rows, options.columns, "train", bounded=kind == "multi_label")
+        problems.check()
+        assert columns is not None
+        if kind is None:
+            return cls(columns, options.columns, loss)
+        # The mean squared error applies to the logits.
+        activation = "torch.nn.modules.linear.Identity" if kind == "regression" else cls.activation
+        return cls(columns, options.columns, kind=kind, activation=activation)
+
     def settle(self, model: EncoderModel) -> list[str]:
         """Configure the starting model; return notes for the user."""
         self.start(model)
@@ -292,40 +324,6 @@ class RankTask(Task):
     def collate(self, usual: CollateRows, rows: Any, batches: Any, accumulate: int) -> CollateRows:
         """Return the collate function, in the same layout as ``usual``."""
         return usual if self.loss is None else collate_lists(usual)
-
-
-def plan_ranking(rows: Sequence[Mapping[str, Any]], options: Options) -> RankTask:
-    """Return the task of learning to rank from a table.
-
-    Raises:
-        ConfigError: an option that scores have no place for.
-        DataError: no columns contain relevance.
-    """
-    problems = Problems("finetune", task_faults("rank", options))
-    word, loss, kind = options.vector_loss or "BinaryCrossEntropyLoss", None, None
-    with problems:
-        if not isinstance(word, str):
-            raise ConfigError("vector_loss: found a mapping for a ranker; expected a name", problems=["vector_loss"])
-        kind = OF_PAIRS.get(loss_named(word, {**OF_PAIRS, **LIST_LOSSES}))
-        if kind is not None and options.loss_options:
-            raise ConfigError(f"loss_options: {word} has none; leave it out", problems=["loss_options"])
-        if kind is None and options.neftune:
-            problems.add(["neftune: lists of candidates take none; leave it out"])
-        if kind is None:
-            loss = make_loss(word, options.loss_options, LIST_LOSSES)
-    columns = None
-    with problems:
-        if kind is None:
-            columns = read_lists(rows, options.columns)[1]
-        else:
-            _, _, columns = _pairs(rows, options.columns, "train", bounded=kind == "multi_label")
-    problems.check()
-    assert columns is not None
-    if kind is None:
-        return RankTask(columns, options.columns, loss)
-    # The mean squared error applies to the logits.
-    activation = "torch.nn.modules.linear.Identity" if kind == "regression" else RankTask.activation
-    return RankTask(columns, options.columns, kind=kind, activation=activation)
 
 
 def _pairs(

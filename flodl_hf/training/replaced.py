@@ -24,7 +24,7 @@ from flodl_hf.tokenization.alignment import mask_tokens
 from flodl_hf.training.masked import words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import SPECIAL, RowBuilder
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -77,6 +77,23 @@ class ReplacedTask(Task):
     head = "replaced_tokens"
     kind = "replaced"
     main_metric = "f1"
+
+    @classmethod
+    def plan(cls, source: Source) -> Task:
+        """Return the task of texts, or of words with tags; with a generator if one is named."""
+        rows, options = source.rows[:200], source.options
+        if options.generator is not None:
+            from flodl_hf.training.generator import GeneratorTask
+
+            return GeneratorTask.plan(source)
+        columns = infer_columns(rows, **dict(options.columns or {}))
+        if columns.words is None and columns.text is None:
+            raise DataError(
+                f"train: found the columns {list(rows[0])}; expected texts, or words and tags", names=list(rows[0])
+            )
+        if columns.words is not None and columns.tags is None:
+            raise DataError(f"train: found words and no tags among {list(rows[0])}; expected a tag for each word")
+        return cls(columns, options.mask_probability, options.seed)
 
     def masking(self, tokenizer: Tokenizer, options: Options | None = None) -> Replacing:
         """Return the function that replaces tokens, by random tokens that are not special."""
@@ -154,19 +171,3 @@ class _Scorer(Scorer):
         found, true = (scores[0] > 0).long(), list(self.labels[example])
         self.parts[0].update(found, torch.tensor(true))
         return found.tolist(), true
-
-
-def plan_replaced(rows: Sequence[Mapping[str, Any]], options: Options) -> ReplacedTask:
-    """Return the task of finding replaced tokens.
-
-    Raises:
-        DataError: no columns contain texts, or words with tags.
-    """
-    columns = infer_columns(rows, **dict(options.columns or {}))
-    if columns.words is None and columns.text is None:
-        raise DataError(
-            f"train: found the columns {list(rows[0])}; expected texts, or words and tags", names=list(rows[0])
-        )
-    if columns.words is not None and columns.tags is None:
-        raise DataError(f"train: found words and no tags among {list(rows[0])}; expected a tag for each word")
-    return ReplacedTask(columns, options.mask_probability, options.seed)

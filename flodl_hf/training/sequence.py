@@ -7,21 +7,21 @@ Alternatively it is read in windows, each with the label; the evaluation uses th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.errors import DataError
+from flodl.errors import ConfigError, DataError
 from flodl.metrics import Classification, Metric, MultiLabel, Pearson, Spearman, SquaredError
 from flodl_hf.inference.decode.classes import activation_for, class_scores, mean_over_windows
-from flodl_hf.readers import Targets
-from flodl_hf.readers.columns import Columns
+from flodl_hf.readers import Targets, infer_targets
+from flodl_hf.readers.columns import NAMES, Columns
 from flodl_hf.readers.faults import check_texts, refuse_rows
 from flodl_hf.training.rows import EncodedRows, RowBuilder
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks, label_names
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ _PROBLEM = {
     "multi_label": "multi_label_classification",
     "regression": "regression",
 }
+_KINDS = {problem: kind for kind, problem in _PROBLEM.items()}
 BUFFER = 1024
 
 
@@ -56,6 +57,53 @@ class SequenceTask(Task):
         kind = self.targets.kind
         metric = {"single_label": "accuracy", "multi_label": "f1", "regression": "-mse"}[kind]
         self._settle(kind=kind, problem_type=_PROBLEM[kind], main_metric=metric)
+
+    @classmethod
+    def plan(cls, source: Source) -> SequenceTask:
+        """Return the task of texts with labels."""
+        tables, columns, options, known = source.tables, source.columns, source.options, source.known
+        if columns.label is None:
+            raise DataError(
+                f"train: found no column of labels among {list(tables.train[0])}; set columns={{'label': ...}}"
+            )
+        if options.problem_type in (None, "single_label_classification"):
+            tables.drop_unlabelled(columns.label, options.labels)
+        values = [row.get(columns.label) for row in tables.labelled]
+        if columns.label.lower() not in NAMES["label"] and columns.label in values:
+            raise DataError(
+                f"train: column {columns.label!r} has its own name among its labels, so the first line of the file "
+                "seems to be a row of data; expected a line of names before it, such as text,label",
+                names=[columns.label],
+            )
+        kind = _KINDS[options.problem_type] if options.problem_type else None
+        if kind == "multi_label":
+            joined = next((v for v in values if isinstance(v, str) and any(sign in v for sign in ",;|")), None)
+            if joined is not None:
+                raise DataError(
+                    f"train: column {columns.label!r} contains several labels in one text, such as {joined!r}; "
+                    "expected lists (JSON lines or Parquet), or a column of 0 and 1 for each label",
+                    column=columns.label,
+                )
+            values = [v if isinstance(v, (list, tuple)) else [v] for v in values]
+        found = _targets(values, kind)
+        if found.kind == "regression":
+            names = tuple(options.labels or (f"LABEL_{k}" for k in range(found.size)))
+            if len(names) != found.size:
+                raise ConfigError(
+                    f"labels: found {len(names)} names for {found.size} numbers in column {columns.label!r}; "
+                    "expected as many names",
+                    problems=["labels"],
+                )
+            return cls(columns, found, names)
+        own = known.labels if known.head == "sequence_classification" else ()
+        stored, names = label_names(found.names, options.labels, tables.train.classes.get(columns.label), own)
+        if len(names) == 1 and found.kind == "single_label":
+            raise DataError(
+                f"train: every row has the label {names[0]!r}; expected at least two labels, or "
+                "problem_type='regression'",
+                labels=names,
+            )
+        return cls(columns, replace(found, names=stored), names)
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return one row for each text, or one for each window of it."""
@@ -166,3 +214,14 @@ class _Scorer(Scorer):
         """Return the metrics."""
         self._flush()
         return self.parts
+
+
+def _targets(values: Sequence[Any], kind: Any) -> Targets:
+    """Return the targets; error messages use the option names of a run."""
+    try:
+        return infer_targets(values, kind)
+    except DataError as fault:
+        message = fault.message
+        for word, name in (("single_label", "single_label_classification"), ("regression", "regression")):
+            message = message.replace(f"kind='{word}'", f"problem_type='{name}'")
+        raise DataError(message, **fault.details) from None

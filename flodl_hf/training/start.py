@@ -17,8 +17,7 @@ from flodl.errors import ConfigError, visible
 from flodl.train.saving.state import check_fits, fixed_names
 from flodl_hf.models.freezing import freeze
 from flodl_hf.training.options import Options
-from flodl_hf.training.task import Task
-from flodl_hf.training.task_choice import Known
+from flodl_hf.training.task import Known, Task
 
 if TYPE_CHECKING:
     from flodl_hf.models.adapters.settings import Settings

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from flodl.data import FixedBatches, SequentialSampler
+from flodl.errors import ConfigError
 from flodl.metrics import Metric
 from flodl_hf.training.rows import CollateRows, EncodedRows
 from flodl_hf.training.step import Kind, LossFunction, Objective
@@ -21,6 +22,7 @@ from flodl_hf.training.step import Kind, LossFunction, Objective
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
     from flodl_hf.tokenization.tokenizer import Tokenizer
+    from flodl_hf.training.data import Tables
     from flodl_hf.training.options import Options
 
 CHUNK = 512
@@ -60,6 +62,41 @@ class Prepared:
     rows: EncodedRows
     truth: Any = None
     cut: int = 0
+
+
+@dataclass(frozen=True)
+class Known:
+    """The starting model: its head, its label names if it was trained with any, and whether
+    its family predicts the order of two texts (ALBERT) or whether one follows the other.
+    """
+
+    head: str | None = None
+    labels: tuple[str, ...] = ()
+    ordered: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """Values from which a task is planned.
+
+    Attributes:
+        tables: rows of the run.
+        options: options of the run.
+        known: the starting model.
+        name: name of the task.
+        columns: columns of a task with a head; None for others.
+    """
+
+    tables: Tables
+    options: Options
+    known: Known
+    name: str
+    columns: Any
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """The training rows."""
+        return self.tables.train
 
 
 class Scorer:
@@ -118,6 +155,16 @@ class Task:
     headed: ClassVar[bool] = False
     attaches: ClassVar[bool] = False
     start: Any = None
+
+    @classmethod
+    def plan(cls, source: Source) -> Task:
+        """Return the task of some tables.
+
+        Raises:
+            ConfigError: an option does not fit the task.
+            DataError: columns or labels do not fit the task.
+        """
+        raise NotImplementedError
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the examples as rows of tokens."""
@@ -182,3 +229,36 @@ def encode_chunks(
 def name_of(task: Task) -> str:
     """Return the name of a task in options and results: its own name, else the name of its head."""
     return task.name or task.head
+
+
+def label_names(
+    found: tuple[str, ...], asked: Sequence[str] | None, declared: Sequence[str] | None, own: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the labels as the data has them, and as the result names them; both by number.
+
+    The order of precedence is: names of the caller, names that a data set declares, names of the starting model,
+    and the values of the data. Numbers in the data are indices of names.
+
+    Raises:
+        ConfigError: the data has labels that the caller's names lack.
+    """
+    numeric = all(name.isdecimal() for name in found)
+    highest = max(map(int, found)) if numeric else -1
+    for given in (asked, declared, own):
+        names = tuple(given or ())
+        if not names:
+            continue
+        if given is asked and len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ConfigError(f"labels: found {twice} twice; expected each name once", problems=twice)
+        if set(found) <= set(names):
+            return names, names
+        # a model with more labels than the data has numbers was trained for something else
+        if numeric and (highest < len(names) if given is not own else highest + 1 == len(names)):
+            return tuple(str(k) for k in range(len(names))), names
+        if given is asked:
+            missing = sorted(set(found) - set(names))
+            raise ConfigError(
+                f"labels: the data has {missing[:8]}, which are not among {list(names)[:20]}", problems=missing
+            )
+    return found, found

@@ -7,30 +7,19 @@ another sign, labels before the text, a column that some rows have. Such tables 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from numbers import Integral, Real
 from typing import Any
 
 from flodl.errors import ConfigError, DataError, nearest, printable
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.readers import Targets, infer_targets
-from flodl_hf.readers.columns import NAMES, Columns, column_names, flag_of, infer_columns
+from flodl_hf.readers.columns import Columns, column_names, flag_of, infer_columns
 from flodl_hf.readers.targets import as_numbers, is_missing
-from flodl_hf.training.answers import AnswerTask
-from flodl_hf.training.choices import choice_columns, plan_choices
+from flodl_hf.training.choices import choice_columns
 from flodl_hf.training.data import Tables
-from flodl_hf.training.generator import GeneratorTask, plan_generator
-from flodl_hf.training.masked import MaskedTask
 from flodl_hf.training.options import Options
-from flodl_hf.training.pairs import plan_pairs
-from flodl_hf.training.ranking import plan_ranking
-from flodl_hf.training.replaced import plan_replaced
-from flodl_hf.training.sequence import SequenceTask
-from flodl_hf.training.task import Task, name_of
-from flodl_hf.training.tokens import TokenTask, tag_names
+from flodl_hf.training.task import Known, Source, Task, name_of
 from flodl_hf.training.vectors.auxiliary import AuxiliaryTask, classifies, needs_layer
-from flodl_hf.training.vectors.multivector import MultiVectorTask
-from flodl_hf.training.vectors.sparse import SparseTask
 from flodl_hf.training.vectors.tables import are_pairs, read_table, table_columns
 from flodl_hf.training.vectors.task import EmbeddingTask, plan_embedding
 from flodl_hf.training.vectors.tsdae import DenoisingTask, denoises
@@ -150,26 +139,6 @@ def _quoted(name: Any) -> str:
     return ", ".join(map(repr, name)) if isinstance(name, tuple) else repr(name)
 
 
-OTHER_VECTORS: dict[str, type[EmbeddingTask]] = {"sparse": SparseTask, "multivector": MultiVectorTask}
-
-_KINDS = {
-    "single_label_classification": "single_label",
-    "multi_label_classification": "multi_label",
-    "regression": "regression",
-}
-
-
-@dataclass(frozen=True)
-class Known:
-    """The starting model: its head, its label names if it was trained with any, and whether
-    its family predicts the order of two texts (ALBERT) or whether one follows the other.
-    """
-
-    head: str | None = None
-    labels: tuple[str, ...] = ()
-    ordered: bool = False
-
-
 def choose_task(tables: Tables, options: Options, known: Known, own: Any = None) -> tuple[Task, Options]:
     """Return the task, and the options with inferred values.
 
@@ -193,32 +162,35 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
                 f"generator: {named} has none; expected task='replaced', or no generator", problems=["generator"]
             )
     pairs = are_pairs(list(tables.train[0])) and not options.columns
-    is_ranked = named == "rank" and bool(tables.train.classes)
-    if is_ranked or named in ("embedding", *OTHER_VECTORS) or (named is None and (pairs or tables.parts)):
+    if named is None and (pairs or tables.parts or denoises(options.vector_loss)):
+        named = "embedding"
+    kind = None if named is None else task_named(named).trained
+    is_vectors = isinstance(kind, type) and issubclass(kind, EmbeddingTask)
+    if is_vectors or (named == "rank" and tables.train.classes):
         tables.drop_unlabelled(_class_column(tables, options))
-    if denoises(options.vector_loss) and named in (None, "embedding") and not tables.parts:
-        options = replace(options, vector_loss="DenoisingAutoEncoderLoss")
-        return plan_embedding({"": tables.train}, options, own, DenoisingTask)
-    if named == "embedding" and not tables.parts and own is None and _needs_layer(tables.train, options):
-        return plan_embedding({"": tables.train}, options, own, AuxiliaryTask)
-    if named == "embedding" or (named is None and (pairs or tables.parts)):
-        return plan_embedding(tables.parts or {"": tables.train}, options, own)
-    if named in OTHER_VECTORS:
-        return plan_embedding(tables.parts or {"": tables.train}, options, own, OTHER_VECTORS[named])
-    if named == "rank" and not tables.parts:
-        return plan_ranking(tables.train, options), options
+    if kind is EmbeddingTask and not tables.parts:
+        if denoises(options.vector_loss):
+            kind, options = DenoisingTask, replace(options, vector_loss="DenoisingAutoEncoderLoss")
+        elif options.task and own is None and _needs_layer(tables.train, options):
+            kind = AuxiliaryTask
+    if kind is not None and is_vectors:
+        return plan_embedding(tables.parts or {"": tables.train}, options, own, kind)
     if tables.parts:
         raise ConfigError(
             f"train: found {len(tables.parts)} tables for {named}; expected one, or task='embedding', which "
             "mixes several",
             problems=["train"],
         )
-    task = _of_its_own(named, tables, options, known)
-    if own is not None and (
-        isinstance(task, GeneratorTask) or (task is not None and task.kind in ("choices", "pairs"))
-    ):
+    if named is None and not options.columns and choice_columns(tables.train[0]):
+        named = "multiple_choice"
+    columns = None
+    if named is None or task_named(named).trained.headed:
+        columns = _head_columns(tables, options, known, named)
+        named = named or columns.task.replace("-", "_")
+    task = task_named(named).trained.plan(Source(tables, options, known, named, columns))
+    if own is not None and (options.generator is not None or task.kind in ("choices", "pairs")):
         raise ConfigError(f"loss: {task.head} has no other loss than its own; leave the option out", problems=["loss"])
-    return task or _with_head(tables, options, known, named), options
+    return task, options
 
 
 def _needs_layer(rows: Sequence[Mapping[str, Any]], options: Options) -> bool:
@@ -237,42 +209,16 @@ def _class_column(tables: Tables, options: Options) -> str | None:
     return None
 
 
-def _of_its_own(named: str | None, tables: Tables, options: Options, known: Known) -> Task | None:
-    """Return a task with its own column names; None for others."""
-    if named in ("next_sentence", "pretraining"):
-        return plan_pairs(named, tables.train, options, ordered=known.ordered)
-    if named == "replaced_tokens":
-        plan = plan_replaced if options.generator is None else plan_generator
-        return plan(tables.train[:LOOKED_AT], options)
-    if named == "multiple_choice" or (named is None and not options.columns and choice_columns(tables.train[0])):
-        return plan_choices(tables.train, options)
-    return None
-
-
-def _with_head(tables: Tables, options: Options, known: Known, named: str | None) -> Task:
-    """Return the task of a model with a head."""
-    role_columns = dict(options.columns or {})
-    columns = infer_columns(tables.train[:LOOKED_AT], named, **role_columns)
-    task = columns.task.replace("-", "_")
+def _head_columns(tables: Tables, options: Options, known: Known, named: str | None) -> Columns:
+    """Return the columns of a model with a head."""
+    columns = infer_columns(tables.train[:LOOKED_AT], named, **dict(options.columns or {}))
     if named is None:
         refuse_lost_labels(columns, tables.train, known.head)
-    if named is not None and named != task:
+    elif named != columns.task.replace("-", "_"):
         columns = _columns_for(named, columns, tables.train[0])
-        task = named
     for name, held_out in tables.evals.items():
         _same_columns(columns, held_out, f"eval {name}".strip())
-    if task == "sequence_classification":
-        return _sequence(tables, columns, options, known)
-    if task == "token_classification":
-        return _tokens(tables, columns, options, known)
-    if task == "question_answering" and columns.answers is None:
-        names = column_names(tables.train[:LOOKED_AT])
-        raise DataError(
-            f"train: found questions and no column with answers among {names}; expected the answers as in SQuAD, "
-            "{'text': [...], 'answer_start': [...]}; set columns={'answers': ...}",
-            names=names,
-        )
-    return AnswerTask(columns) if task == "question_answering" else MaskedTask(columns, options.concatenate)
+    return columns
 
 
 def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Columns:
@@ -301,99 +247,3 @@ def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: st
             "training data",
             names=absent,
         )
-
-
-# ---- labels ---------------------------------------------------------------------------------------------
-
-
-def _sequence(tables: Tables, columns: Columns, options: Options, known: Known) -> SequenceTask:
-    if columns.label is None:
-        raise DataError(f"train: found no column of labels among {list(tables.train[0])}; set columns={{'label': ...}}")
-    if options.problem_type in (None, "single_label_classification"):
-        tables.drop_unlabelled(columns.label, options.labels)
-    values = [row.get(columns.label) for row in tables.labelled]
-    if columns.label.lower() not in NAMES["label"] and columns.label in values:
-        raise DataError(
-            f"train: column {columns.label!r} has its own name among its labels, so the first line of the file seems "
-            "to be a row of data; expected a line of names before it, such as text,label",
-            names=[columns.label],
-        )
-    kind = _KINDS[options.problem_type] if options.problem_type else None
-    if kind == "multi_label":
-        joined = next((v for v in values if isinstance(v, str) and any(sign in v for sign in ",;|")), None)
-        if joined is not None:
-            raise DataError(
-                f"train: column {columns.label!r} contains several labels in one text, such as {joined!r}; expected "
-                "lists (JSON lines or Parquet), or a column of 0 and 1 for each label",
-                column=columns.label,
-            )
-        values = [v if isinstance(v, (list, tuple)) else [v] for v in values]
-    found = _targets(values, kind)
-    if found.kind == "regression":
-        names = tuple(options.labels or (f"LABEL_{k}" for k in range(found.size)))
-        if len(names) != found.size:
-            raise ConfigError(
-                f"labels: found {len(names)} names for {found.size} numbers in column {columns.label!r}; expected as "
-                "many names",
-                problems=["labels"],
-            )
-        return SequenceTask(columns, found, names)
-    own = known.labels if known.head == "sequence_classification" else ()
-    stored, names = _names(found.names, options.labels, tables.train.classes.get(columns.label), own)
-    if len(names) == 1 and found.kind == "single_label":
-        raise DataError(
-            f"train: every row has the label {names[0]!r}; expected at least two labels, or problem_type='regression'",
-            labels=names,
-        )
-    return SequenceTask(columns, replace(found, names=stored), names)
-
-
-def _targets(values: Sequence[Any], kind: Any) -> Targets:
-    """Return the targets; error messages use the option names of a run."""
-    try:
-        return infer_targets(values, kind)
-    except DataError as fault:
-        message = fault.message
-        for word, name in (("single_label", "single_label_classification"), ("regression", "regression")):
-            message = message.replace(f"kind='{word}'", f"problem_type='{name}'")
-        raise DataError(message, **fault.details) from None
-
-
-def _tokens(tables: Tables, columns: Columns, options: Options, known: Known) -> TokenTask:
-    found = tag_names(tables.labelled, columns)
-    own = known.labels if known.head == "token_classification" else ()
-    stored, names = _names(found, options.labels, tables.train.classes.get(columns.tags or ""), own)
-    return TokenTask(columns, names, None if stored == names else stored)
-
-
-def _names(
-    found: tuple[str, ...], asked: Sequence[str] | None, declared: Sequence[str] | None, own: Sequence[str]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the labels as the data has them, and as the result names them; both by number.
-
-    The order of precedence is: names of the caller, names that a data set declares, names of the starting model,
-    and the values of the data. Numbers in the data are indices of names.
-
-    Raises:
-        ConfigError: the data has labels that the caller's names lack.
-    """
-    numeric = all(name.isdecimal() for name in found)
-    highest = max(map(int, found)) if numeric else -1
-    for given in (asked, declared, own):
-        names = tuple(given or ())
-        if not names:
-            continue
-        if given is asked and len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ConfigError(f"labels: found {twice} twice; expected each name once", problems=twice)
-        if set(found) <= set(names):
-            return names, names
-        # a model with more labels than the data has numbers was trained for something else
-        if numeric and (highest < len(names) if given is not own else highest + 1 == len(names)):
-            return tuple(str(k) for k in range(len(names))), names
-        if given is asked:
-            missing = sorted(set(found) - set(names))
-            raise ConfigError(
-                f"labels: the data has {missing[:8]}, which are not among {list(names)[:20]}", problems=missing
-            )
-    return found, found

@@ -20,7 +20,7 @@ from flodl_hf.readers.faults import check_texts, refuse_rows
 from flodl_hf.tokenization.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spans, word_units
 from flodl_hf.training.report.figures import conll_tags
 from flodl_hf.training.rows import EncodedRows, RowBuilder
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
+from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks, label_names
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
@@ -132,6 +132,15 @@ class TokenTask(Task):
     def has_spans(self) -> bool:
         """Whether labels are tags of spans rather than of words for themselves."""
         return "O" in self.labels and all(name == "O" or name[1:2] == "-" for name in self.labels)
+
+    @classmethod
+    def plan(cls, source: Source) -> TokenTask:
+        """Return the task of words with tags."""
+        tables, columns, options, known = source.tables, source.columns, source.options, source.known
+        found = tag_names(tables.labelled, columns)
+        own = known.labels if known.head == "token_classification" else ()
+        stored, names = label_names(found, options.labels, tables.train.classes.get(columns.tags or ""), own)
+        return cls(columns, names, None if stored == names else stored)
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each sentence or text."""

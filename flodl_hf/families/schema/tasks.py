@@ -27,7 +27,8 @@ class Task:
     Args:
         name: our name; families, recipes and results use it.
         head: the name of the task that provides the model class; its own name if it has a class.
-        training: the name of the task in fine-tuning.
+        training: the name of the task in fine-tuning, if it is another.
+        trained_by: module and name of its class in `flodl_hf.training`, for the task of that name.
         model_class: module and name of the class of its models, in `flodl_hf.heads`.
         hf_suffix: what follows the class prefix in transformers' class names.
         short: the name in tables.
@@ -45,7 +46,8 @@ class Task:
 
     name: str
     head: str
-    training: str
+    training: str = ""
+    trained_by: str = ""
     model_class: str = ""
     hf_suffix: str = ""
     short: str = ""
@@ -60,12 +62,21 @@ class Task:
     options: tuple[str, ...] = ("top_k", "strict", "threshold")
     routes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "training", self.training or self.name)
+
     @property
     def model(self) -> Any:
         """The class of its models, imported on first use."""
         module, _, name = (self.model_class or task_named(self.head).model_class).partition(":")
         with gc_paused(settled=True):
             return getattr(import_module(f"flodl_hf.heads.{module}"), name)
+
+    @property
+    def trained(self) -> Any:
+        """The class of the task in fine-tuning, imported on first use."""
+        module, _, name = (self.trained_by or task_named(self.training).trained_by).partition(":")
+        return getattr(import_module(f"flodl_hf.training.{module}"), name)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -85,20 +96,20 @@ TASKS: tuple[Task, ...] = (
         routes=("embed", "embed_all", "embed_sparse", "late_interaction", "similarity", "score"),
     ),
     Task(
-        name="sequence_classification", head="sequence_classification", training="sequence_classification",
+        name="sequence_classification", head="sequence_classification", trained_by="sequence:SequenceTask",
         model_class="sequence_classification:SequenceClassifier", hf_suffix="ForSequenceClassification",
         short="seqcls", aliases=("sentiment_analysis", "classify"), pipeline="text-classification",
         hub_tag="text-classification", peft="SEQ_CLS", methods=("predict", "zero_shot", "rerank"),
         columns=("text_column", "pair_column"), routes=("classify", "rerank", "score", "zero_shot"),
     ),
     Task(
-        name="token_classification", head="token_classification", training="token_classification",
+        name="token_classification", head="token_classification", trained_by="tokens:TokenTask",
         model_class="token_classification:TokenClassifier", hf_suffix="ForTokenClassification", short="tokcls",
         aliases=("ner", "entities"), pipeline="token-classification", hub_tag="token-classification", peft="TOKEN_CLS",
         methods=("predict",), answers="entities", options=("strict", "aggregation"), routes=("entities",),
     ),
     Task(
-        name="question_answering", head="question_answering", training="question_answering",
+        name="question_answering", head="question_answering", trained_by="answers:AnswerTask",
         model_class="question_answering:QuestionAnswerer", hf_suffix="ForQuestionAnswering", short="qa",
         pipeline="question-answering", hub_tag="question-answering", peft="QUESTION_ANS",
         methods=("answer_batch", "answer"), answers="answers",
@@ -106,46 +117,46 @@ TASKS: tuple[Task, ...] = (
         options=("top_k", "strict", "no_answer", "question"), routes=("answer",),
     ),
     Task(
-        name="masked_lm", head="masked_lm", training="masked_lm", model_class="masked_lm:MaskedLM",
+        name="masked_lm", head="masked_lm", trained_by="masked:MaskedTask", model_class="masked_lm:MaskedLM",
         hf_suffix="ForMaskedLM", short="mlm", pipeline="fill-mask", hub_tag="fill-mask",
         methods=("fill_mask", "encode", "encode_query", "encode_document", "embed_sparse"), answers="masks",
         options=("top_k",), routes=("embed_sparse", "fill_mask"),
     ),
     Task(
-        name="multiple_choice", head="multiple_choice", training="multiple_choice",
+        name="multiple_choice", head="multiple_choice", trained_by="choices:ChoiceTask",
         model_class="multiple_choice:MultipleChoice", hf_suffix="ForMultipleChoice", short="choice",
         hub_tag="multiple-choice", methods=("predict",),
     ),
     Task(
-        name="next_sentence", head="next_sentence", training="next_sentence",
+        name="next_sentence", head="next_sentence", trained_by="pairs:PairTask",
         model_class="next_sentence:NextSentence", hf_suffix="ForNextSentencePrediction", short="nsp",
         aliases=("next_sentence_prediction",), hub_tag="text-classification", methods=("predict",),
     ),
     Task(
-        name="pretraining", head="pretraining", training="pretraining", model_class="pretraining:Pretrainer",
+        name="pretraining", head="pretraining", trained_by="pairs:PairTask", model_class="pretraining:Pretrainer",
         hf_suffix="ForPreTraining", short="pretrain", hub_tag="fill-mask", methods=("predict",),
     ),
     # ELECTRA's class has BERT's suffix; the heads of a family decide which of the two tasks is meant.
     Task(
-        name="replaced_tokens", head="replaced_tokens", training="replaced_tokens",
+        name="replaced_tokens", head="replaced_tokens", trained_by="replaced:ReplacedTask",
         model_class="replaced_tokens:ReplacedTokens", hf_suffix="ForPreTraining", short="replaced",
         hub_tag="token-classification", methods=("predict",),
     ),
     Task(
-        name="embedding", head="base", training="embedding", aliases=("embed", "embeddings"),
+        name="embedding", head="base", trained_by="vectors.task:EmbeddingTask", aliases=("embed", "embeddings"),
         hub_tag="sentence-similarity", methods=("embed",),
     ),
     Task(
-        name="rank", head="sequence_classification", training="rank",
+        name="rank", head="sequence_classification", trained_by="ranking:RankTask",
         aliases=("rerank", "reranker", "reranking", "cross_encoder"), hub_tag="text-ranking", methods=("rerank",),
         answers="relevance", columns=("text_column", "query", "query_column"), options=("top_k",),
     ),
     Task(
-        name="sparse", head="masked_lm", training="sparse", aliases=("splade", "sparse_embedding"),
+        name="sparse", head="masked_lm", trained_by="vectors.sparse:SparseTask", aliases=("splade", "sparse_embedding"),
         hub_tag="feature-extraction", methods=("embed_sparse",),
     ),
     Task(
-        name="multivector", head="base", training="multivector",
+        name="multivector", head="base", trained_by="vectors.multivector:MultiVectorTask",
         aliases=("multi_vector", "colbert", "late_interaction"), hub_tag="feature-extraction",
         methods=("embed_tokens",),
     ),

@@ -16,8 +16,8 @@ from flodl_hf.training import demo
 from flodl_hf.training.data import read_tables
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
-from flodl_hf.training.task import LengthLimits
-from flodl_hf.training.task_choice import Known, choose_task, task_line
+from flodl_hf.training.task import Known, LengthLimits
+from flodl_hf.training.task_choice import choose_task, task_line
 
 TEXTS = sentences()[:12]
 LIMITS = LengthLimits(64, None, True)

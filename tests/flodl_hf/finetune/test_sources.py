@@ -18,7 +18,8 @@ from flodl_hf.training import finetune
 from flodl_hf.training.data import read_tables
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
-from flodl_hf.training.task_choice import Known, choose_task
+from flodl_hf.training.task import Known
+from flodl_hf.training.task_choice import choose_task
 from flodl_hf.training.vectors.task import EmbeddingTask
 
 pyarrow = pytest.importorskip("pyarrow")
