@@ -252,22 +252,14 @@ def _hub_results(job: Job, result: FinetuneResult) -> list[dict[str, Any]]:
 
 def front_matter(folder: Path) -> Mapping[str, Any]:
     """Return the metadata at the top of the card in a folder; empty without a readable card."""
-    import yaml
+    from huggingface_hub import metadata_load
+    from yaml import YAMLError
 
     path = Path(folder) / "README.md"
     try:
-        if not path.is_file() or path.stat().st_size > MOST_READ:
-            return {}
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return {}
-    first, _, rest = text.partition("\n")
-    head, found, _ = rest.partition("\n---")
-    if first.strip() != "---" or not found:
-        return {}
-    try:
-        stated = yaml.safe_load(head)
-    except yaml.YAMLError:
+        readable = path.is_file() and path.stat().st_size <= MOST_READ
+        stated = metadata_load(path) if readable else None
+    except (OSError, ValueError, YAMLError):
         return {}
     clean = {k: v for k, v in stated.items() if isinstance(k, str)} if isinstance(stated, Mapping) else {}
     return {name: value for name, value in clean.items() if len(str(value)) <= LONGEST}

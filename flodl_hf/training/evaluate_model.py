@@ -103,18 +103,16 @@ def evaluate(
         )
         started = time.perf_counter()
         if places is None:
-            figures, found = _alone(opened, evaluation, _one_device(model, opened, device))
+            figures, found = _alone(opened, evaluation, device or (opened.device if model is opened else best_device()))
         else:
-            figures, found = _on_devices(opened, evaluation, places)
+            names, ranks = (None, places) if isinstance(places, int) else (places, len(places))
+            figures, found = launch(_on_rank, (opened.cpu(), evaluation), ranks=ranks, device=names).wait()[0]
         figures, details = split_figures(figures)
         seconds = time.perf_counter() - started
-    results = {
-        name: replace(
-            _result(task, one, found[name], figures if name == "" else _part(figures, name), seconds, notes),
-            details=details if name == "" else _part(details, name),
-        )
-        for name, one in evaluation.sets.items()
-    }
+    results = {}
+    for name, one in evaluation.sets.items():
+        result = _result(task, one, found[name], _part(figures, name), seconds, notes)
+        results[name] = replace(result, details=_part(details, name))
     if "" in results:
         return results[""]
     return EvaluationResult(
@@ -123,7 +121,9 @@ def evaluate(
 
 
 def _part(figures: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key.removeprefix(f"{name}/"): value for key, value in figures.items() if key.startswith(f"{name}/")}
+    """Return the figures of one set; all of them for a set without a name."""
+    start = f"{name}/" if name else ""
+    return {key.removeprefix(start): value for key, value in figures.items() if key.startswith(start)}
 
 
 def _result(
@@ -352,29 +352,18 @@ def _check_labels(model: EncoderModel, task: Task, tables: Tables) -> None:
 # ---- devices ---------------------------------------------------------------------------------------------
 
 
-def _one_device(model: Any, opened: EncoderModel, device: str | torch.device | None) -> torch.device:
-    if device is not None:
-        return find_device(device)
-    return opened.device if model is opened else best_device()
-
-
 Found = tuple[dict[str, float], dict[str, EvalPredictions]]
 
 
-def _alone(model: EncoderModel, evaluation: Evaluation | Evaluations, device: torch.device) -> Found:
+def _alone(model: EncoderModel, evaluation: Evaluation | Evaluations, device: str | torch.device) -> Found:
     if under_torchrun():
         ranks = join_ranks(device=None)
         try:
             return _on_rank(ranks, model, evaluation)
         finally:
             ranks.leave()
-    model.to(device)
+    model.to(find_device(device))
     return evaluation(model), _seen(evaluation)
-
-
-def _on_devices(model: EncoderModel, evaluation: Evaluation | Evaluations, places: int | list[str]) -> Found:
-    names, count = (None, places) if isinstance(places, int) else (places, len(places))
-    return launch(_on_rank, (model.cpu(), evaluation), ranks=count, device=names).wait()[0]
 
 
 def _on_rank(ranks: Ranks, model: EncoderModel, evaluation: Evaluation | Evaluations) -> Found:

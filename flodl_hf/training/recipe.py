@@ -100,13 +100,16 @@ def overlay_path(path: Path, env: str) -> Path:
         known = sorted(
             p.name[len(path.stem) + 1 : -len(path.suffix)] for p in path.parent.glob(f"{path.stem}.*{path.suffix}")
         )
-        raise ConfigError(
-            f"{name}: no such overlay of {path}; expected a file of that name for the environment {env!r}. "
-            f"There are overlays for: {', '.join(known) or 'none'}",
-            where=str(place),
-            problems=[env],
+        raise _fault(
+            place,
+            f"no such overlay of {path}; expected a file of that name for the environment {env!r}. There are overlays "
+            f"for: {', '.join(known) or 'none'}",
         )
     return place
+
+
+def _fault(where: str | Path, text: str, *problems: str) -> ConfigError:
+    return ConfigError(f"{where}: {text}", where=str(where), problems=list(problems or [text]))
 
 
 def _chain(path: Path, above: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
@@ -114,12 +117,9 @@ def _chain(path: Path, above: tuple[Path, ...]) -> list[tuple[Path, dict[str, An
     place = path.resolve()
     if place in above:
         circle = [*above[above.index(place) :], place]
-        raise ConfigError(
-            f"{above[-1]}: recipes inherit from each other in a circle: {' -> '.join(p.name for p in circle)}; remove "
-            f"one {INHERIT}",
-            where=str(above[-1]),
-            problems=[p.name for p in circle],
-        )
+        names = [p.name for p in circle]
+        text = f"recipes inherit from each other in a circle: {' -> '.join(names)}; remove one {INHERIT}"
+        raise _fault(above[-1], text, *names)
     tree = _read(path, asked_by=above[-1] if above else None)
     named = tree.pop(INHERIT, None)
     layers = []
@@ -132,11 +132,7 @@ def _parents(named: Any, path: Path) -> list[str]:
     value = named.value if isinstance(named, _Value) else named
     parents = [value] if isinstance(value, str) else value or []
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
-        raise ConfigError(
-            f"{path}: {INHERIT} is {value!r}; expected the name of a recipe, or a list of names",
-            where=str(path),
-            problems=[INHERIT],
-        )
+        raise _fault(path, f"{INHERIT} is {value!r}; expected the name of a recipe, or a list of names")
     return parents
 
 
@@ -158,16 +154,14 @@ def _plain(tree: Mapping[str, Any], prefix: str, origins: dict[str, Origin]) -> 
     values = {}
     for key, entry in tree.items():
         path = _join(prefix, key)
-        if isinstance(entry, dict):
-            values[key] = _plain(entry, path, origins)
-            inner = [origins[name] for name in origins if name.startswith((path + ".", path + "["))]
-            if not values[key]:
-                continue
-            origins.setdefault(path, inner[0])
-        else:
-            values[key] = entry.value
-            origins[path] = entry.origin
-    return {key: value for key, value in values.items() if value != {} or not isinstance(tree[key], dict)}
+        if not isinstance(entry, dict):
+            values[key], origins[path] = entry.value, entry.origin
+            continue
+        inner: dict[str, Origin] = {}
+        if found := _plain(entry, path, inner):
+            values[key] = found
+            origins |= {path: next(iter(inner.values())), **inner}
+    return values
 
 
 def _join(prefix: str, key: str) -> str:
@@ -188,17 +182,10 @@ def _read(path: Path, asked_by: Path | None) -> dict[str, Any]:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as fault:
         by = f", which {asked_by} inherits from" if asked_by else ""
-        raise ConfigError(
-            f"{path}: cannot be read ({getattr(fault, 'strerror', None) or fault}){by}; expected a recipe",
-            where=str(path),
-            problems=["file"],
-        ) from None
+        reason = getattr(fault, "strerror", None) or fault
+        raise _fault(path, f"cannot be read ({reason}){by}; expected a recipe") from None
     if len(data) > MAX_BYTES:
-        raise ConfigError(
-            f"{path}: more than {MAX_BYTES} bytes; expected a recipe of at most that",
-            where=str(path),
-            problems=["size"],
-        )
+        raise _fault(path, f"more than {MAX_BYTES} bytes; expected a recipe of at most that")
     problems: list[str] = []
     try:
         loader = yaml.SafeLoader(data.decode("utf-8-sig"))
@@ -209,17 +196,13 @@ def _read(path: Path, asked_by: Path | None) -> dict[str, Any]:
             loader.dispose()
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as fault:
         mark = getattr(fault, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        where = f"{path}:{mark.line + 1}" if mark is not None else path
         what = getattr(fault, "problem", None) or (str(fault) or type(fault).__name__).splitlines()[0]
-        raise ConfigError(
-            f"{where}: {what}; expected YAML with plain values", where=str(path), problems=[what]
-        ) from None
+        raise _fault(where, f"{what}; expected YAML with plain values") from None
     if not isinstance(tree, dict):
         problems.append("its top level is no map")
     if problems:
-        raise ConfigError(
-            f"{path}: {'; '.join(problems)}; expected a map of options", where=str(path), problems=problems
-        )
+        raise _fault(path, f"{'; '.join(problems)}; expected a map of options")
     assert isinstance(tree, dict)
     return tree
 

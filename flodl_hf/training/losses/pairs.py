@@ -161,22 +161,14 @@ class ContrastiveLoss(VectorLoss):
 
 
 @dataclass(frozen=True)
-class OnlineContrastiveLoss(VectorLoss):
+class OnlineContrastiveLoss(ContrastiveLoss):
     """Contrastive loss of the hard pairs of a batch: similar and distant, or dissimilar and close.
 
     It is a sum over those pairs, as in sentence-transformers.
-
-    Attributes:
-        distance: "cosine", "euclidean" or "manhattan".
-        margin: how far apart is far enough.
     """
-
-    distance: str = "cosine"
-    margin: float = 0.5
 
     forms: ClassVar[tuple[Form, ...]] = ("binary",)
     in_batch: ClassVar[bool] = True
-    choices: ClassVar[Mapping[str, Collection[Any]]] = {"distance": DISTANCES}
 
     def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
         """Return the sum over the hard pairs."""
@@ -228,8 +220,12 @@ class MSELoss(VectorLoss):
         """Return the mean over all numbers."""
         assert labels is not None
         theirs = labels.unbind(1) if labels.dim() == 3 else [labels] * len(vectors)
-        parts = [F.mse_loss(mine, their.to(mine.dtype)) for mine, their in zip(vectors, theirs, strict=True)]
+        parts = [self.distance(mine, their.to(mine.dtype)) for mine, their in zip(vectors, theirs, strict=True)]
         return torch.stack(parts).mean()
+
+    def distance(self, mine: Tensor, theirs: Tensor) -> Tensor:
+        """Return the mean distance of vectors from a teacher's, a scalar."""
+        return F.mse_loss(mine, theirs)
 
 
 @dataclass(frozen=True)
@@ -254,19 +250,13 @@ class EmbedDistillLoss(MSELoss):
             found.append(f"projection_dim is {self.projection_dim!r}; expected an integer from 1")
         return found
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
-        """Return the mean over texts."""
+    def distance(self, mine: Tensor, theirs: Tensor) -> Tensor:
+        """Return the mean distance of vectors from a teacher's, a scalar."""
         if self.distance_metric == "mse":
-            return super().__call__(vectors, labels, own)
-        assert labels is not None
-        theirs = labels.unbind(1) if labels.dim() == 3 else [labels] * len(vectors)
-        parts = []
-        for mine, their in zip(vectors, theirs, strict=True):
-            if self.distance_metric == "l2":
-                parts.append(torch.linalg.vector_norm(mine - their.to(mine.dtype), dim=-1).mean())
-            else:
-                parts.append((1 - F.cosine_similarity(mine, their.to(mine.dtype), dim=-1)).mean())
-        return torch.stack(parts).mean()
+            return super().distance(mine, theirs)
+        if self.distance_metric == "l2":
+            return torch.linalg.vector_norm(mine - theirs, dim=-1).mean()
+        return (1 - F.cosine_similarity(mine, theirs, dim=-1)).mean()
 
 
 @dataclass(frozen=True)

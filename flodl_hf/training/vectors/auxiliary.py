@@ -6,8 +6,9 @@ classes of a pair (Reimers and Gurevych 2019, arXiv:1908.10084), or vectors of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -119,31 +120,23 @@ def needs_layer(word: Any, settings: Mapping[str, Any] | None) -> bool:
     return classifies(word) or (_is(word, "embeddistill") and (settings or {}).get("projection_dim") is not None)
 
 
-@dataclass(frozen=True)
-class LayerStart:
-    """Attach the layer of a loss to a model, unless it has one.
+def attach_layer(model: EncoderModel, loss: Any, classes: int, pooling: str | None, seed: int) -> None:
+    """Attach the layer of a loss to a model, unless it has one; drawn as torch draws linear layers.
 
     Args:
+        model: receives the layer.
         loss: the loss.
         classes: how many classes pairs have.
         pooling: as in the options of the run.
         seed: of the layer.
     """
-
-    loss: Any
-    classes: int
-    pooling: str | None
-    seed: int
-
-    def __call__(self, model: EncoderModel) -> None:
-        """Give the model the layer, drawn as torch draws linear layers."""
-        if model.beside is not None:
-            return
-        recipe = model.sentence_recipe
-        poolings = self.pooling.split("+") if self.pooling else recipe.pooling if recipe else ("mean",)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            model.beside = self.loss.layer(model.config.encoder.hidden_size * len(poolings), self.classes)
+    if model.beside is not None:
+        return
+    recipe = model.sentence_recipe
+    poolings = pooling.split("+") if pooling else recipe.pooling if recipe else ("mean",)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.beside = loss.layer(model.config.encoder.hidden_size * len(poolings), classes)
 
 
 @dataclass(frozen=True)
@@ -205,9 +198,12 @@ class AuxiliaryTask(EmbeddingTask):
         return len(first.names) or int(first.labels.max()) + 1
 
     @property
-    def start(self) -> LayerStart:
+    def start(self) -> Callable[[EncoderModel], None]:
         """Attaches the layer to a model, on every rank."""
-        return LayerStart(self.losses[0], self._classes, self.options.pooling, self.options.seed)
+        options = self.options
+        return partial(
+            attach_layer, loss=self.losses[0], classes=self._classes, pooling=options.pooling, seed=options.seed
+        )
 
     def settle(self, model: EncoderModel) -> list[str]:
         """Configure the embeddings of the model, and attach the layer; return notes for the user."""

@@ -10,8 +10,9 @@ import io
 import json
 import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -83,79 +84,76 @@ class Projections(nn.ModuleList):
         self.notes = list(notes)
 
 
-@dataclass(frozen=True)
-class LateStart:
-    """Attach the projection to a model as a trained module, unless it has one.
+def attach_projection(
+    model: EncoderModel, settings: Mapping[str, Any] | None, max_length: int | None, seed: int
+) -> list[str]:
+    """Attach the projection to a model as a trained module, unless it has one; return notes for the user.
 
     Args:
+        model: receives the projection.
         settings: settings of a new projection, as `SETTINGS`; None if none are given.
         max_length: most tokens of a document of a new one.
         seed: of a new one.
+
+    Raises:
+        ConfigError: settings for a model that has a projection, or that cannot be.
     """
-
-    settings: Mapping[str, Any] | None
-    max_length: int | None
-    seed: int
-
-    def __call__(self, model: EncoderModel) -> list[str]:
-        """Attach it; return notes for the user.
-
-        Raises:
-            ConfigError: settings for a model that has a projection, or that cannot be.
-        """
-        there: Any = model.beside
-        if there is not None:
-            return there.notes
-        recipe, notes = model.sentence_recipe, []
-        late = None if recipe is None else recipe.late
-        if late is None:
-            late, notes = self._new(model)
-            recipe = SentenceTransformerConfig(max_tokens=late.document_length, late=late, files=pylate_files(late))
-        elif self.settings:
-            raise ConfigError(
-                "projection: the model to start from has one, which is trained further; leave the option out",
-                problems=["projection"],
-            )
-        layers = [Learning(layer) for layer in late.projections]
-        model.beside = Projections(layers, notes)
-        assert recipe is not None
-        model.sentence_recipe = replace(recipe, late=replace(late, projections=tuple(layers)))
-        return notes
-
-    def _new(self, model: EncoderModel) -> tuple[MultiVectorConfig, list[str]]:
-        """Return the recipe of a new projection, initialised as torch's linear layers, and notes."""
-        tokenizer: Any = model.tokenizer
-        given, problems = _projection_settings(self.settings or {})
-        markers = given["query_marker"], given["document_marker"]
-        if markers == (None, None):
-            known = (pair for pair in MARKERS if all(marker_id(tokenizer, one, None) is not None for one in pair))
-            markers = next(known, (None, None))
-        for name, marker in zip(("query_marker", "document_marker"), markers, strict=True):
-            if marker and marker_id(tokenizer, marker, None) is None:
-                problems.append(f"{name}: the tokenizer has no token {marker!r}; expected one of its vocabulary")
-        if problems:
-            raise ConfigError(f"projection: {'; '.join(problems)}", problems=problems)
-        expanded = given["expanded"] and tokenizer.mask_token_id is not None
-        bounds = [n for n in (self.max_length, model.max_tokens) if n]
-        inside = model.config.encoder.hidden_size
-        draw, bound = torch.Generator().manual_seed(self.seed), inside**-0.5
-        weight = torch.empty(given["size"], inside).uniform_(-bound, bound, generator=draw)
-        late = MultiVectorConfig(
-            (Dense(weight),),
-            markers[0] or None,
-            markers[1] or None,
-            min([given["query_length"], *([model.max_tokens] if model.max_tokens else [])]),
-            min([self.max_length or given["document_length"], *bounds]),
-            expanded=expanded,
-            attended=given["attended"],
-            skipped=tuple(string.punctuation) if given["punctuation"] else (),
+    there: Any = model.beside
+    if there is not None:
+        return there.notes
+    recipe, notes = model.sentence_recipe, []
+    late = None if recipe is None else recipe.late
+    if late is None:
+        late, notes = _new_projection(model, settings or {}, max_length, seed)
+        recipe = SentenceTransformerConfig(max_tokens=late.document_length, late=late, files=pylate_files(late))
+    elif settings:
+        raise ConfigError(
+            "projection: the model to start from has one, which is trained further; leave the option out",
+            problems=["projection"],
         )
-        how = " and ".join(filter(None, markers)) or "no markers"
-        filled = "filled up with mask tokens" if expanded else "as long as they are"
-        return late, [
-            f"the start has no vectors of tokens: a new projection of {inside} to {given['size']} features is drawn; "
-            f"{how}, queries of {late.query_length} tokens, {filled}, documents of {late.document_length}"
-        ]
+    layers = [Learning(layer) for layer in late.projections]
+    model.beside = Projections(layers, notes)
+    assert recipe is not None
+    model.sentence_recipe = replace(recipe, late=replace(late, projections=tuple(layers)))
+    return notes
+
+
+def _new_projection(
+    model: EncoderModel, settings: Mapping[str, Any], max_length: int | None, seed: int
+) -> tuple[MultiVectorConfig, list[str]]:
+    """Return the recipe of a new projection, initialised as torch's linear layers, and notes."""
+    tokenizer: Any = model.tokenizer
+    given, problems = _projection_settings(settings)
+    markers = given["query_marker"], given["document_marker"]
+    if markers == (None, None):
+        known = (pair for pair in MARKERS if all(marker_id(tokenizer, one, None) is not None for one in pair))
+        markers = next(known, (None, None))
+    for name, marker in zip(("query_marker", "document_marker"), markers, strict=True):
+        if marker and marker_id(tokenizer, marker, None) is None:
+            problems.append(f"{name}: the tokenizer has no token {marker!r}; expected one of its vocabulary")
+    if problems:
+        raise ConfigError(f"projection: {'; '.join(problems)}", problems=problems)
+    expanded = given["expanded"] and tokenizer.mask_token_id is not None
+    bounds = [n for n in (max_length, model.max_tokens) if n]
+    inside = model.config.encoder.hidden_size
+    draw, bound = torch.Generator().manual_seed(seed), inside**-0.5
+    weight = torch.empty(given["size"], inside).uniform_(-bound, bound, generator=draw)
+    late = MultiVectorConfig(
+        (Dense(weight),),
+        markers[0] or None,
+        markers[1] or None,
+        min([given["query_length"], *([model.max_tokens] if model.max_tokens else [])]),
+        min([max_length or given["document_length"], *bounds]),
+        expanded=expanded,
+        attended=given["attended"],
+        skipped=tuple(string.punctuation) if given["punctuation"] else (),
+    )
+    how = " and ".join(filter(None, markers)) or "no markers"
+    filled = "filled up with mask tokens" if expanded else "as long as they are"
+    return late, [
+        f"the start has no vectors of tokens: a new projection of {inside} to {given['size']} features is drawn; "
+        f"{how}, queries of {late.query_length} tokens, {filled}, documents of {late.document_length}"
+    ]
 
 
 def _projection_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -218,10 +216,10 @@ class MultiVectorTask(EmbeddingTask):
     takes_ragged: ClassVar[bool] = False
 
     @property
-    def start(self) -> LateStart:
+    def start(self) -> Callable[[EncoderModel], list[str]]:
         """What puts the projection into a model, on every rank."""
         options = self.options
-        return LateStart(options.projection, options.max_length, options.seed)
+        return partial(attach_projection, settings=options.projection, max_length=options.max_length, seed=options.seed)
 
     def settle(self, model: EncoderModel) -> list[str]:
         """Configure token vectors as in the folder of the model, or new ones; return notes for the user."""

@@ -10,8 +10,9 @@ vector, the LM head if the folder has none) are trained in the run and discarded
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -163,34 +164,24 @@ def layers_of(model: EncoderModel) -> list[Any]:
     return list(layers.children())
 
 
-@dataclass(frozen=True)
-class DecoderStart:
-    """Attach a decoder to a model, unless it has one.
+def attach_decoder(model: EncoderModel, seed: int) -> None:
+    """Attach a decoder with new weights to a model, unless it has one.
 
-    Args:
-        seed: seed of new weights.
+    Raises:
+        ConfigError: the family's layers cannot decode.
     """
-
-    seed: int
-
-    def __call__(self, model: EncoderModel) -> None:
-        """Give the model its decoder.
-
-        Raises:
-            ConfigError: the family's layers cannot decode.
-        """
-        if model.beside is not None:
-            return
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            head = _head_of(model)
-        if not _can_decode(model, head):
-            raise ConfigError(
-                f"DenoisingAutoEncoderLoss: layers of {model.config.model_type} cannot decode; expected a family with "
-                "the layers of BERT or RoBERTa, or another loss",
-                problems=["vector_loss"],
-            )
-        model.beside = Decoder(model, head, torch.Generator().manual_seed(self.seed))
+    if model.beside is not None:
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = _head_of(model)
+    if not _can_decode(model, head):
+        raise ConfigError(
+            f"DenoisingAutoEncoderLoss: layers of {model.config.model_type} cannot decode; expected a family with "
+            "the layers of BERT or RoBERTa, or another loss",
+            problems=["vector_loss"],
+        )
+    model.beside = Decoder(model, head, torch.Generator().manual_seed(seed))
 
 
 def _head_of(model: EncoderModel) -> Any:
@@ -255,9 +246,9 @@ class DenoisingTask(EmbeddingTask):
     trained: ClassVar[type[VectorObjective]] = DenoisingObjective
 
     @property
-    def start(self) -> DecoderStart:
+    def start(self) -> Callable[[EncoderModel], None]:
         """Attaches the decoder to a model, on every rank."""
-        return DecoderStart(self.options.seed)
+        return partial(attach_decoder, seed=self.options.seed)
 
     def settle(self, model: EncoderModel) -> list[str]:
         """Configure the embeddings of the model, and attach a decoder; return notes for the user."""

@@ -22,7 +22,7 @@ from flodl_hf.training import finetune
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.start import set_dropout
-from flodl_hf.training.vectors.tsdae import DecoderStart, _kept
+from flodl_hf.training.vectors.tsdae import _kept, attach_decoder
 
 TEXTS = sentences()
 ALONE = [{"text": text} for text in TEXTS[:24]]
@@ -255,9 +255,9 @@ def test_layers_decode_from_the_left_or_are_refused(family: str) -> None:
     model = kind.from_config(config).eval()
     if family in ("electra", "mpnet"):
         with pytest.raises(ConfigError, match=f"layers of {family} cannot decode"):
-            DecoderStart(1)(model)
+            attach_decoder(model, 1)
         return
-    DecoderStart(1)(model)
+    attach_decoder(model, 1)
     model.eval()
     ids = torch.tensor([[2, 7, 8, 9], [2, 7, 8, 30]])
     batch = {"target_ids": ids, "target_mask": torch.ones(2, 4, dtype=torch.bool), "target_places": torch.tensor([1, 5]),
