@@ -20,9 +20,8 @@ from flodl.files import read_regular
 from flodl.train.saving.reading import list_checkpoints
 from flodl_hf.training.evaluation import Own
 from flodl_hf.training.options import BATCH_SIZE, Options
-from flodl_hf.training.rows import CollateRows, EncodedRows, choose_shapes, choose_widths
+from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, choose_shapes, choose_widths
 from flodl_hf.training.task import Task, name_of
-from flodl_hf.training.vectors.step import Laid
 from flodl_hf.training.vectors.task import EmbeddingTask
 
 SIZES = (BATCH_SIZE, 16, 8, 4)
@@ -175,7 +174,7 @@ def batch_rows(
     layout, unrecorded = _batch_layout(options, own, vectors)
     batches = _batches(options, rows, layout) if vectors is None else vectors.batches(rows)
     collate = CollateRows(pad_id, layout, masking, noise=bool(options.neftune))
-    laid = _laid(rows, vectors)
+    laid = task.laid(rows)
     if layout == "bucketed":
         collate = _shaped(collate, options, laid, batches, max_tokens)
     elif layout == "padded" and unrecorded is None and _has_widths(options, task):
@@ -185,13 +184,6 @@ def batch_rows(
     if unrecorded and _on_cuda(options):
         notes = (f"steps are launched one operation at a time, with the same numbers, because {unrecorded}",)
     return Batching(batches, collate, layout, unrecorded, notes)
-
-
-def _laid(rows: Any, vectors: EmbeddingTask | None) -> Laid:
-    """Return how many tokens examples have: of one row, or of several (vectors, and lists of candidates)."""
-    if vectors is not None:
-        return vectors.laid(rows)
-    return rows.laid if hasattr(rows, "laid") else Laid(rows.lengths, rows.lengths)
 
 
 def _batch_layout(options: Options, own: Own, vectors: EmbeddingTask | None) -> tuple[Any, str | None]:

@@ -7,8 +7,9 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -81,13 +82,6 @@ UNLABELLED = -1
 
 def with_named_records(rows: Table) -> Table:
     """Return rows in which records, such as spans of text, contain the names of declared classes, not their numbers."""
-    columns = {
-        column: names
-        for column, names in rows.classes.items()
-        if isinstance(next((cell for row in rows if (cell := _first(row.get(column))) is not None), None), Mapping)
-    }
-    if not columns:
-        return rows
 
     def named(cell: Any, names: Sequence[str]) -> Any:
         if isinstance(cell, (list, tuple)):
@@ -96,10 +90,12 @@ def with_named_records(rows: Table) -> Table:
             return cell
         return {key: _written(value, names, ()) if key in CLASS_FIELDS else value for key, value in cell.items()}
 
-    made = [
-        {name: named(cell, columns[name]) if name in columns else cell for name, cell in row.items()} for row in rows
-    ]
-    return Table(made, {name: names for name, names in rows.classes.items() if name not in columns})
+    changes = {
+        column: partial(named, names=names)
+        for column, names in rows.classes.items()
+        if isinstance(_sample(rows, column), Mapping)
+    }
+    return _rewritten(rows, changes, {name: names for name, names in rows.classes.items() if name not in changes})
 
 
 def aligned(rows: Table, train: Table) -> Table:
@@ -111,20 +107,14 @@ def aligned(rows: Table, train: Table) -> Table:
         rows: evaluation rows.
         train: training rows.
     """
-    changed = {}
+    changes = {}
     for column in {**rows.classes, **train.classes}:
         own, wanted = rows.classes.get(column, ()), train.classes.get(column, ())
-        sample = next((cell for row in train if (cell := _first(row.get(column))) is not None), None)
+        sample = _sample(train, column)
         is_number = isinstance(sample, (int, float))
         if sample is not None and (wanted or not (is_number or isinstance(as_numbers([sample])[0], int))):
-            changed[column] = (own, wanted if is_number else ())
-    if not changed:
-        return rows
-    made = [
-        {name: _written(cell, *changed[name]) if name in changed else cell for name, cell in row.items()}
-        for row in rows
-    ]
-    return Table(made, {**rows.classes, **train.classes})
+            changes[column] = partial(_written, own=own, wanted=wanted if is_number else ())
+    return _rewritten(rows, changes, {**rows.classes, **train.classes})
 
 
 def numbered_as(rows: Table, names: Sequence[str]) -> Table:
@@ -134,12 +124,20 @@ def numbered_as(rows: Table, names: Sequence[str]) -> Table:
         rows: a table.
         names: label names of a model by number.
     """
-    changed = {column: own for column, own in rows.classes.items() if set(classes_used(rows, column)) <= set(names)}
-    made = [
-        {name: _written(cell, changed[name], names) if name in changed else cell for name, cell in row.items()}
-        for row in rows
-    ]
-    return Table(made, {**rows.classes, **dict.fromkeys(changed, tuple(names))}) if changed else rows
+    changes = {
+        column: partial(_written, own=own, wanted=names)
+        for column, own in rows.classes.items()
+        if set(classes_used(rows, column)) <= set(names)
+    }
+    return _rewritten(rows, changes, {**rows.classes, **dict.fromkeys(changes, tuple(names))})
+
+
+def _rewritten(rows: Table, changes: Mapping[str, Callable[[Any], Any]], classes: Mapping[str, Sequence[str]]) -> Table:
+    """Return rows with the cells of some columns changed."""
+    if not changes:
+        return rows
+    made = [{name: changes[name](cell) if name in changes else cell for name, cell in row.items()} for row in rows]
+    return Table(made, classes)
 
 
 def classes_used(rows: Table, column: str) -> list[str]:
@@ -154,11 +152,15 @@ def classes_used(rows: Table, column: str) -> list[str]:
     return sorted(found & set(own))
 
 
-def _first(cell: Any) -> Any:
-    """Return a cell, or the first item of a list; None for a missing one."""
-    while isinstance(cell, (list, tuple)):
-        cell = cell[0] if cell else None
-    return None if is_missing(cell) else cell
+def _sample(rows: Table, column: str) -> Any:
+    """Return the first value of a column, or the first item of a list; None without values."""
+    for row in rows:
+        cell = row.get(column)
+        while isinstance(cell, (list, tuple)):
+            cell = cell[0] if cell else None
+        if not is_missing(cell):
+            return cell
+    return None
 
 
 def _written(cell: Any, own: Sequence[str], wanted: Sequence[str]) -> Any:

@@ -203,6 +203,21 @@ RELATED = "related"
 """Name of the label of a pair of texts, in addition to labels of words: 0 for related texts."""
 
 
+@dataclass(frozen=True)
+class Laid:
+    """Lengths of the texts in a batch: all texts of each row, or some.
+
+    Attributes:
+        lengths: tokens of each row.
+        widest: tokens of the longest text of each row.
+        texts: most texts of a row.
+    """
+
+    lengths: NDArray[np.int64]
+    widest: NDArray[np.int64]
+    texts: int = 1
+
+
 class EncodedRows:
     """Rows of tokens with their labels: ``rows.get(i)`` is a dict of arrays.
 
@@ -227,6 +242,11 @@ class EncodedRows:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def laid(self) -> Laid:
+        """Lengths of the texts of each row, which is one text."""
+        return Laid(self.lengths, self.lengths)
 
     def get(self, index: int) -> dict[str, Any]:
         """Return row ``index``; per-token parts are int64 ``(tokens,)``."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from flodl.data import FixedBatches, SequentialSampler
 from flodl.errors import ConfigError
 from flodl.metrics import Metric
-from flodl_hf.training.rows import CollateRows, EncodedRows
+from flodl_hf.training.rows import CollateRows, EncodedRows, Laid
 from flodl_hf.training.step import Kind, LossFunction, Objective
 
 if TYPE_CHECKING:
@@ -185,6 +185,10 @@ class Task:
     def bounds(self, model: EncoderModel) -> list[int]:
         """Return limits of tokens in a row, in addition to that of the model."""
         return []
+
+    def laid(self, rows: Any) -> Laid:
+        """Return the lengths of texts in a batch."""
+        return rows.laid
 
     def conclude(self, model: EncoderModel) -> Any:
         """Detach additional modules and store trained parts in the model; return the generator, if any."""

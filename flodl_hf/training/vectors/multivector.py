@@ -27,11 +27,11 @@ from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.inference.similarity import max_sim
 from flodl_hf.training.evaluators import figures_of_found
 from flodl_hf.training.losses import make_loss, read_settings
-from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
+from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder
 from flodl_hf.training.task import CHUNK, LengthLimits, Prepared
 from flodl_hf.training.vectors.multivector_step import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL, CollateLate, LateObjective
 from flodl_hf.training.vectors.scorer import NAMES, RETRIEVAL, VectorScorer
-from flodl_hf.training.vectors.step import PARTS, Laid, TextRows
+from flodl_hf.training.vectors.step import PARTS, TextRows
 from flodl_hf.training.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from flodl.data.samplers import digest
 from flodl.train import Loss
 from flodl_hf.inference.decode.pooling import finish_embeddings, pool_bucketed, pool_packed, pool_padded
 from flodl_hf.inference.graph_model.hidden_states import watched
-from flodl_hf.training.rows import CollateRows, EncodedRows, TakenRows
+from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, TakenRows
 from flodl_hf.training.step import score
 
 
@@ -84,21 +84,6 @@ class _Gathered(torch.autograd.Function):
 
 TABLE = "table"
 PARTS = "parts"
-
-
-@dataclass(frozen=True)
-class Laid:
-    """Lengths of the texts in a batch: all texts of each row, or some.
-
-    Attributes:
-        lengths: tokens of each row.
-        widest: tokens of the longest text of each row.
-        texts: most texts of a row.
-    """
-
-    lengths: NDArray[np.int64]
-    widest: NDArray[np.int64]
-    texts: int = 1
 
 
 class TextRows:

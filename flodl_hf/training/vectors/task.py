@@ -19,7 +19,7 @@ from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 from flodl_hf.training.vectors.scorer import MAIN, NAMES, HeldOut, VectorScorer
-from flodl_hf.training.vectors.step import PARTS, CollateTexts, Laid, TextBatches, TextRows, VectorObjective
+from flodl_hf.training.vectors.step import PARTS, CollateTexts, TextBatches, TextRows, VectorObjective
 from flodl_hf.training.vectors.tables import TextTable, expect_equal_widths, read_table
 
 if TYPE_CHECKING:
@@ -291,10 +291,6 @@ class EmbeddingTask(Task):
         kind = self.trained if losses[0] in self.losses else VectorObjective
         layers = any(isinstance(loss, AdaptiveLayerLoss) for loss in losses)
         return kind(losses, recipe.pooling, recipe.normalize, layers, dense=recipe.dense, **further)
-
-    def laid(self, rows: TextRows) -> Laid:
-        """Return the lengths of texts in a batch."""
-        return rows.laid
 
     def collate_held_out(self, usual: CollateRows, rows: TextRows) -> CollateRows:
         """Return the collate function for evaluation: that of training, if there is one."""

@@ -33,9 +33,9 @@ from flodl_hf.nn.layout.layouts import Padded
 from flodl_hf.tokenization.alignment import IGNORE
 from flodl_hf.training.losses.pairs import Form, VectorLoss
 from flodl_hf.training.masked import words_of
-from flodl_hf.training.rows import SPECIAL, CollateRows, EncodedRows, RowBuilder, TakenRows
+from flodl_hf.training.rows import SPECIAL, CollateRows, EncodedRows, Laid, RowBuilder, TakenRows
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, encode_chunks
-from flodl_hf.training.vectors.step import PARTS, CollateTexts, Laid, TextRows, VectorObjective
+from flodl_hf.training.vectors.step import PARTS, CollateTexts, TextRows, VectorObjective
 from flodl_hf.training.vectors.tables import read_table
 from flodl_hf.training.vectors.task import EmbeddingTask
 
