@@ -24,8 +24,8 @@ RECORDS = ".logs"
 
 def monitor_of_job(
     wanted: Any, job: Job, recipe: Mapping[str, Any], target: Path | None, *, is_first: bool = True
-) -> Monitor | bool | None:
-    """Return the monitor of a planned job with its page; None if none is requested.
+) -> Monitor | bool:
+    """Return the monitor of a planned job with its page.
 
     On other ranks than the first it is True: they report their work, without a page.
 
@@ -39,8 +39,6 @@ def monitor_of_job(
         ConfigError: ``wanted`` is none of these.
         TrainError: the port is taken.
     """
-    if wanted is None or wanted is False:
-        return None
     if not is_first:
         return True
     from flodl.monitor import Monitor

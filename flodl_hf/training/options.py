@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args, get_type_hints
 
@@ -242,7 +243,7 @@ class _Values:
     batch_size: int | None
     compat: str | None
 
-    @property
+    @cached_property
     def places(self) -> int | str | list[str] | None:
         """The training devices of this machine; None leaves the choice to the launcher.
 

@@ -208,7 +208,9 @@ def _train(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
         if folder is None and metric is not None and notes.best is None:
             job.notes.append("without out= or checkpoints= the model of the last step is kept, not the best one")
-        watched = monitor_of_job(monitor, job, recipe, target, is_first=is_first_rank())
+        watched = None
+        if monitor is not None and monitor is not False:
+            watched = monitor_of_job(monitor, job, recipe, target, is_first=is_first_rank())
         began = time.perf_counter()
         trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers, monitor=watched)
         seconds = notes.past.seconds + time.perf_counter() - began

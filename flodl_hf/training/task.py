@@ -7,8 +7,9 @@ and computes metrics. `data` selects the task of a run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -223,11 +224,14 @@ class Task:
 def encode_chunks(
     tokenizer: Tokenizer, texts: Sequence[Any], seconds: Sequence[str] | None = None, **how: Any
 ) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Yield the number of each text with its windows; arguments as for `Tokenizer.encode_rows`."""
-    for start in range(0, len(texts), CHUNK):
+    """Return the number of each text with its windows, lazily; arguments as for `Tokenizer.encode_rows`."""
+
+    def chunk(start: int) -> Iterable[tuple[int, Sequence[Any]]]:
         stop = start + CHUNK
         groups = tokenizer.encode_rows(texts[start:stop], None if seconds is None else seconds[start:stop], **how)
-        yield from enumerate(groups, start)
+        return enumerate(groups, start)
+
+    return chain.from_iterable(map(chunk, range(0, len(texts), CHUNK)))
 
 
 def name_of(task: Task) -> str:
