@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flodl_hf.checkpoints.hub.card import hub_name
+from flodl_hf.checkpoints.hub.card import front_matter, hub_name
 from flodl_hf.families.schema.tasks import task_named
 
 if TYPE_CHECKING:
@@ -193,8 +193,6 @@ def _duration(seconds: float) -> str:
 
 KINDS = {"mcc": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr", "eval_loss": "loss"}
 """Names that the Hub has for figures, where they are not ours."""
-LONGEST = 1000
-MOST_READ = 1 << 20  # larger files are not model cards
 
 
 def head_of_card(job: Job, result: FinetuneResult) -> str:
@@ -248,18 +246,3 @@ def _hub_results(job: Job, result: FinetuneResult) -> list[dict[str, Any]]:
         about = {"name": data.get("name", "held-out data"), "type": at or "held-out"}
         entries.append({"task": {"type": kind}, "dataset": about, "metrics": metrics})
     return entries
-
-
-def front_matter(folder: Path) -> Mapping[str, Any]:
-    """Return the metadata at the top of the card in a folder; empty without a readable card."""
-    from huggingface_hub import metadata_load
-    from yaml import YAMLError
-
-    path = Path(folder) / "README.md"
-    try:
-        readable = path.is_file() and path.stat().st_size <= MOST_READ
-        stated = metadata_load(path) if readable else None
-    except (OSError, ValueError, YAMLError):
-        return {}
-    clean = {k: v for k, v in stated.items() if isinstance(k, str)} if isinstance(stated, Mapping) else {}
-    return {name: value for name, value in clean.items() if len(str(value)) <= LONGEST}

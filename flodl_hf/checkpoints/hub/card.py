@@ -17,6 +17,25 @@ def hub_name(name: str) -> str | None:
     return name.partition("@")[0]
 
 
+LONGEST = 1000
+MOST_READ = 1 << 20  # larger files are not model cards
+
+
+def front_matter(folder: Path) -> Mapping[str, Any]:
+    """Return the metadata at the top of the card in a folder; empty without a readable card."""
+    from huggingface_hub import metadata_load
+    from yaml import YAMLError
+
+    path = Path(folder) / "README.md"
+    try:
+        readable = path.is_file() and path.stat().st_size <= MOST_READ
+        stated = metadata_load(path) if readable else None
+    except (OSError, ValueError, YAMLError):
+        return {}
+    clean = {k: v for k, v in stated.items() if isinstance(k, str)} if isinstance(stated, Mapping) else {}
+    return {name: value for name, value in clean.items() if len(str(value)) <= LONGEST}
+
+
 def card_file(card: str | Path | None, metadata: Mapping[str, Any]) -> dict[str, bytes]:
     """Return ``README.md`` with metadata at its top; values that the card contains already are kept.
 
