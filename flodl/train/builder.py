@@ -21,7 +21,6 @@ OPTIONS = {*Settings.__dataclass_fields__, *Knobs.__dataclass_fields__, *ALIASES
 FORMS: dict[str, Callable[..., dict[str, Any]]] = {
     "backend": lambda name: {"backend": "cpu" if name == "gloo" else name},
     "early_stopping": lambda metric, patience=3: {"early_stopping": (metric, patience)},
-    "no_divergence_guard": lambda: {"divergence_threshold": None},
     "policy": lambda name: {"policy": name.lower()},
     "shares": lambda shares: {"shares": shares if isinstance(shares, str) else tuple(shares)},
     "speed_hint": lambda slow, ratio: {"speed_hint": (slow, ratio)},

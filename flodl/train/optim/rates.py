@@ -97,11 +97,13 @@ class Rates:
         self._rate_of: Callable[[int], float] | None = getattr(self.schedule, "lr", self.schedule)
 
     def set(self, step: int) -> None:
-        """Set the rates of the step with this number, counted from 0."""
-        if self.schedule is None:
-            return
+        """Set the rates of the step with this number, counted from 0; a run without a schedule does not call this."""
         if isinstance(self.schedule, LRScheduler):
-            self._follow(self.schedule, step)
+            with warnings.catch_warnings():
+                # torch expects optimizer.step() before each of these; captured steps do not call it.
+                warnings.simplefilter("ignore")
+                while not isinstance(self.schedule, ReduceLROnPlateau) and self.schedule.last_epoch < step:
+                    self.schedule.step()
             return
         assert self._rate_of is not None
         rate = self._base * self._rate_of(step) * self.factor
@@ -111,14 +113,6 @@ class Rates:
                 group["lr"].fill_(rate * group["lr_scale"])
             else:
                 group["lr"] = rate * group["lr_scale"]
-
-    @staticmethod
-    def _follow(schedule: LRScheduler, step: int) -> None:
-        with warnings.catch_warnings():
-            # torch expects optimizer.step() before each of these; captured steps do not call it.
-            warnings.simplefilter("ignore")
-            while not isinstance(schedule, ReduceLROnPlateau) and schedule.last_epoch < step:
-                schedule.step()
 
     @property
     def first(self) -> float:
