@@ -105,7 +105,6 @@ class Crew:
         self.attempt = 0
         self.failures: list[RankError] = []
         self._passed = 0  # the signal that was forwarded to the ranks
-        self.results: dict[int, Any] = {}
         self._start()
 
     def _start(self) -> None:
@@ -114,7 +113,7 @@ class Crew:
         )
         self.board = Board.shared(self.world, context)
         self._store = None  # closes the store of the failed attempt, with its threads
-        self.results = {}
+        self.results: dict[int, Any] = {}
         self._looked = self._since = time.monotonic()
         self._members: list[_Member] = []
         # Ranks end with this object and with the interpreter, which would otherwise wait forever for ranks that wait
@@ -305,9 +304,7 @@ class Crew:
 
     def stop(self) -> None:
         """Kill every running rank."""
-        for member in self._members:
-            if member.process.is_alive():
-                member.process.kill()
+        _end(self._members)
         for member in self._members:
             member.process.join(timeout=5)
             member.ended = True
@@ -316,9 +313,9 @@ class Crew:
 
 
 def _end(members: list[_Member]) -> None:
-    """Kill the running ranks of a launcher that was deleted."""
+    """Kill the running ranks."""
     for member in members:
-        if not member.ended and member.process.is_alive():
+        if member.process.is_alive():
             member.process.kill()
 
 
