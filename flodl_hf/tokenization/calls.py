@@ -6,7 +6,7 @@ Arguments, defaults and entries of the result are the same as in transformers.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -219,15 +219,15 @@ class Calls(Vocabulary):
         elif pad == "max_length":
             width = limit
         names = self._settings.input_names
-        data: dict[str, Any] = {"input_ids": [row.ids for row in rows]}
+        data: dict[str, Any] = {"input_ids": [list(row.ids) for row in rows]}
         if "token_type_ids" in names if return_token_type_ids is None else return_token_type_ids:
-            data["token_type_ids"] = [row.type_ids for row in rows]
+            data["token_type_ids"] = [list(row.type_ids) for row in rows]
         if "attention_mask" in names if return_attention_mask is None else return_attention_mask:
             data["attention_mask"] = [[1] * len(row) for row in rows]
         if return_special_tokens_mask:
             data["special_tokens_mask"] = [list(map(int, row.special)) for row in rows]
         if return_offsets_mapping:
-            data["offset_mapping"] = [row.offsets for row in rows]
+            data["offset_mapping"] = [list(row.offsets) for row in rows]
         lead = self._fill(data, width, pad_to_multiple_of, padding_side, {"offset_mapping": (0, 0)})
         if return_overflowing_tokens:
             data["overflow_to_sample_mapping"] = [index for index, group in enumerate(groups) for _ in group]
@@ -255,17 +255,6 @@ class Calls(Vocabulary):
             groups = [[with_space(part, row) for part in group] for group, row in zip(groups, rows, strict=True)]
         return groups
 
-    def _pad_id(self, rows: Sequence[Sized], width: int | None) -> int:
-        """Return the id of padding; 0 if there is none and no row is shorter than ``width``."""
-        if self.pad_token_id is not None:
-            return self.pad_token_id
-        if width is not None and any(len(row) < width for row in rows):
-            raise TokenizerError(
-                f"{self._folder}: there is no padding token; name one as pad_token in tokenizer_config.json, or encode "
-                "without padding"
-            )
-        return 0
-
     def _fill(
         self,
         data: dict[str, Any],
@@ -282,18 +271,28 @@ class Calls(Vocabulary):
             multiple: round the width up to a multiple of this.
             side: side of the padding; by default the tokenizer's.
             further: padding of further entries.
+
+        Raises:
+            TokenizerError: a row needs padding and there is no padding token.
         """
-        if width is not None and multiple:
-            width = -(-width // multiple) * multiple
         rows = data["input_ids"]
+        if width is None:
+            return [0] * len(rows)
+        if multiple:
+            width = -(-width // multiple) * multiple
+        missing = [max(0, width - len(row)) for row in rows]
+        if self.pad_token_id is None and any(missing):
+            raise TokenizerError(
+                f"{self._folder}: there is no padding token; name one as pad_token in tokenizer_config.json, or encode "
+                "without padding"
+            )
         fills = {
-            "input_ids": self._pad_id(rows, width), "token_type_ids": self.pad_token_type_id,
-            "attention_mask": 0, "special_tokens_mask": 1, **further,
+            "input_ids": self.pad_token_id, "token_type_ids": self.pad_token_type_id, "attention_mask": 0,
+            "special_tokens_mask": 1, **further,
         }  # fmt: skip
-        missing = [max(0, (width or 0) - len(row)) for row in rows]
         left = (side or self.padding_side) == "left"
         for key in data.keys() & fills.keys():
-            pairs = zip(map(list, data[key]), ([fills[key]] * count for count in missing), strict=True)
+            pairs = zip(data[key], ([fills[key]] * count for count in missing), strict=True)
             data[key] = [new + row if left else row + new for row, new in pairs]
         return missing if left else [0] * len(rows)
 

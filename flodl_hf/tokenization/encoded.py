@@ -211,7 +211,6 @@ class Encoding:
 
     Attributes:
         ids: token ids.
-        tokens: the tokens as strings.
         type_ids: segment of each token.
         attention_mask: 1 for tokens, 0 for padding.
         special_tokens_mask: 1 for special tokens and padding.
@@ -228,7 +227,7 @@ class Encoding:
             return [fill] * lead + list(values) + [fill] * after
 
         self.ids = ids
-        self.tokens = [*tokens(ids[:lead]), *row.tokens, *tokens(ids[lead + len(row) :])]
+        self._row, self._lead, self._tokens = row, lead, tokens
         self.type_ids: list[int] = padded(row.type_ids, 0)
         self.attention_mask: list[int] = padded([1] * len(row), 0)
         self.special_tokens_mask: list[int] = padded(list(map(int, row.special)), 1)
@@ -236,6 +235,12 @@ class Encoding:
         self.word_ids: list[int | None] = padded(row.word_ids, None)
         self.sequence_ids: list[int | None] = padded(row.sequence_ids, None)
         self.n_sequences: int = 2 if 1 in row.sequence_ids else 1
+
+    @property
+    def tokens(self) -> list[str]:
+        """The tokens as strings."""
+        after = self._lead + len(self._row)
+        return [*self._tokens(self.ids[: self._lead]), *self._row.tokens, *self._tokens(self.ids[after:])]
 
     def __len__(self) -> int:
         return len(self.ids)
