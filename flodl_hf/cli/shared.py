@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from functools import partial, wraps
@@ -213,18 +213,6 @@ def training_said(devices: Any) -> None:
     counted = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
     idle = cuda_count() - len(set(names)) if found[0].type == "cuda" and "LOCAL_RANK" not in os.environ else 0
     say(f"training on {', '.join(counted)}" + (f"; {idle} more idle, --devices auto takes all" if idle > 0 else ""))
-
-
-def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """Yield ``items`` with a progress bar on stderr where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import track as rich_track
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield from items
-        return
-    yield from rich_track(items, description=what, total=total, console=console)
 
 
 def progress() -> Any:

@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -135,9 +134,12 @@ def make_app(state: AppState, lifespan: Any) -> Starlette:
         lifespan: Starlette's lifespan.
     """
     endpoints = {route.path: Endpoint(state, route) for route in ROUTES}
-    app = _App(
-        endpoints, routes=[*_post_routes(endpoints), *_status_routes(state), *_model_routes(state)], lifespan=lifespan
-    )
+    posts = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+    below = [
+        Route(below_model(path).replace("{name}", "{name:path}"), endpoint, methods=["POST"])
+        for path, endpoint in endpoints.items()
+    ]
+    app = _App(endpoints, routes=[*posts, *_status_routes(state), *below], lifespan=lifespan)
     app.router.redirect_slashes = False
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_found)
@@ -171,19 +173,6 @@ class _App(Starlette):
                 await endpoint(scope, receive, send)
                 return
         await super().__call__(scope, receive, send)
-
-
-def _post_routes(routes: Mapping[str, Endpoint]) -> list[Route]:
-    """Return the POST routes."""
-    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in routes.items()]
-
-
-def _model_routes(state: AppState) -> list[Route]:
-    """Return the POST routes below ``/models/NAME``."""
-    return [
-        Route(below_model(route.path).replace("{name}", "{name:path}"), Endpoint(state, route), methods=["POST"])
-        for route in ROUTES
-    ]
 
 
 async def _not_found(request: Any, fault: Any) -> Any:
@@ -281,16 +270,12 @@ def _status_routes(state: AppState) -> list[Route]:
     return [Route(path.replace("{name}", "{name:path}"), page, methods=["GET"]) for path, _, page in listed]
 
 
-@cache
-def _page_template() -> str:
-    return (files("flodl_hf.serving") / "page.html").read_text("utf-8")
-
-
 def _page(models: Mapping[str, dict[str, Any]]) -> bytes:
     """Return the HTML page to try each model."""
+    template = (files("flodl_hf.serving") / "page.html").read_text("utf-8")
     known = {name: {part: info[part] for part in ("head", "tasks", "mask")} for name, info in models.items()}
     # A model name must not end the script element, so "<" is escaped.
-    return _page_template().replace("@MODELS@", json.dumps(known).replace("<", "\\u003c")).encode()
+    return template.replace("@MODELS@", json.dumps(known).replace("<", "\\u003c")).encode()
 
 
 def _models(state: AppState) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def _similarity(model: Any, items: list[str], options: Mapping[str, Any], reques
 
     recipe = model.sentence_recipe
     _, (vectors,) = _embed(model, items, {**options, "dimensions": None}, request)
-    measure = options.get("measure") or measure_of(recipe.files if recipe else {})
+    measure = measure_of(recipe.files if recipe else {})
     return similarity_of(vectors[:1], vectors[1:], measure)[0].tolist(), []
 
 

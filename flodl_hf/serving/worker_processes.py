@@ -1,7 +1,7 @@
 """Processes of the workers: start, replacement, reload and shutdown.
 
-A `WorkerListener` receives the current workers: `flodl_hf.serving.workers.Workers` of this process, or the parent of
-several HTTP processes.
+The current workers and their results are reported to `flodl_hf.serving.workers.Workers` of this process, or to the
+parent of several HTTP processes, which has the same methods.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -45,32 +45,16 @@ class Process(Worker):
     listening: asyncio.Task[None] | None = None
 
 
-class WorkerListener(Protocol):
-    """Receives changes and results of workers; implemented by `flodl_hf.serving.workers.Workers`."""
-
-    def use(self, active: Sequence[Process], restarts: int) -> None:
-        """Send requests only to these workers from now on."""
-
-    def answered(self, worker: Process, message: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        """Handle a result."""
-
-    def ended(self, worker: Process) -> None:
-        """Fail the requests of a worker that ended."""
-
-    async def left(self, worker: Process) -> None:
-        """Wait until a worker has no requests, at most ``drain_s``."""
-
-
 class Processes:
     """The worker processes of a server.
 
     Args:
         settings: the server's settings.
-        listener: receives changes and results.
+        listener: receives changes and results by ``use``, ``answered``, ``ended`` and ``left``, methods of `Workers`.
         fd_channel: whether connections to further HTTP processes are sent to the workers.
     """
 
-    def __init__(self, settings: Settings, listener: WorkerListener, *, fd_channel: bool = False) -> None:
+    def __init__(self, settings: Settings, listener: Any, *, fd_channel: bool = False) -> None:
         self.settings = settings
         self.restarts = 0
         """Number of workers that were replaced."""

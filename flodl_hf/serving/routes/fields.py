@@ -172,7 +172,6 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
         _questions,
     ),
     "whole": ({"type": "integer", "minimum": 1}, "an integer from 1", _whole),
-    "number": ({"type": "number"}, "a number", _number),
     "thresholds": (
         {"oneOf": [{"type": "number"}, {"type": "object"}]},
         "a number, or a number for each label",
@@ -204,7 +203,6 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
     ),
     "aggregation": _word("first", "average", "max", "simple", "none"),
     "activation": _word("softmax", "sigmoid", "none"),
-    "measure": _word("cosine", "dot", "euclidean", "manhattan"),
 }
 """JSON schema, description, and function to the normalized value (None if invalid) of each kind."""
 
