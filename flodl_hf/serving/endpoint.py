@@ -258,7 +258,7 @@ class _Watch:
         body_s: time in which the body has to arrive.
     """
 
-    __slots__ = ("_body_s", "_late", "_receive", "_task", "_timer", "_watcher", "loop", "read")
+    __slots__ = ("_body_s", "_cancelled", "_late", "_receive", "_task", "_timer", "_watcher", "loop", "read")
 
     def __init__(self, receive: Receive, body_s: float) -> None:
         self.loop = asyncio.get_running_loop()
@@ -266,7 +266,7 @@ class _Watch:
         """Whether the body has arrived."""
         self._task = asyncio.current_task(self.loop)
         self._receive, self._body_s = receive, body_s
-        self._late = False
+        self._late = self._cancelled = False
         self._watcher: asyncio.Task[None] | None = None
         self._timer = self.loop.call_later(min(CHECK_S, body_s), self._check)
 
@@ -287,11 +287,12 @@ class _Watch:
 
     def _cancel(self) -> None:
         assert self._task is not None
+        self._cancelled = True
         self._task.cancel()
 
     def is_late(self) -> bool:
-        """Return whether the task was cancelled because of the body; if so, undo the cancellation."""
-        if self._late and self._task is not None:
+        """Return whether the task was cancelled because of the body; undo a cancellation by this object."""
+        if self._cancelled and self._task is not None:
             self._task.uncancel()
         return self._late
 
