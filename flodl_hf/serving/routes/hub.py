@@ -11,7 +11,7 @@ from flodl.errors import shown
 from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.routes.fields import KINDS, Field, not_a_field, read
 from flodl_hf.serving.routes.ranking import RANKED, rank_texts
-from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, truncation_options
+from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, text_options
 from flodl_hf.serving.routes.tei import (
     CUT,
     DIMENSIONS,
@@ -110,7 +110,7 @@ async def _root(request: Request) -> Response:
 
 async def _vectors(request: Request, inputs: Any, single: bool) -> Any:
     given = _given(request, _VECTORS, above=True)
-    options = {**truncation_options(request, given), **prompt_option(request, given)}
+    options = {**text_options(given), **prompt_option(request, given)}
     options |= {name: given.get(name) for name in ("normalize", "dimensions", "route")}
     found = await request.ask("embed", _of("inputs", inputs, "inputs"), options)
     return Response(found.arrays[0], found.arrays[0])
@@ -126,7 +126,7 @@ async def _classes(request: Request, inputs: Any, single: bool) -> Any:
         single = False
         items = _of("pairs", inputs, "inputs")
         given = _given(request, (*_CLASSES, RAW), above=True)
-        options = {**given, **truncation_options(request, given), "raw": given.get("raw_scores")}
+        options = {**given, **text_options(given)}
         if options["truncate"] is None and given.get("truncation"):
             options["truncate"] = True
         found = await request.ask("classify", items, options)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flodl_hf.serving.routes.fields import Field
-from flodl_hf.serving.routes.route import MODEL, OTHERS, SHORTENED, Request, Response, Route, truncation_options
+from flodl_hf.serving.routes.route import MODEL, OTHERS, SHORTENED, Request, Response, Route, text_options
 from flodl_hf.serving.routes.tei import DIMENSIONS, NORMALIZE, PROMPT, TRUNCATE, WINDOWS, prompt_option
 
 FORMS = (
@@ -34,7 +34,7 @@ async def _embeddings(request: Request) -> Response:
     request.info("embed")
     normalize = fields["normalize"] if fields["normalize"] is not None else fields["use_activation"]
     given = {
-        **truncation_options(request),
+        **text_options(request.fields),
         **prompt_option(request),
         "dimensions": fields["dimensions"],
         "normalize": normalize,
@@ -50,11 +50,7 @@ async def _embeddings(request: Request) -> Response:
                 for i, row in enumerate(vectors)
             ],
             "model": request.model,
-            "usage": {
-                "prompt_tokens": request.tokens,
-                "total_tokens": request.tokens,
-                "dropped_tokens": request.dropped,
-            },
+            "usage": request.token_usage(dropped_tokens=request.dropped),
         },
         vectors,
     )

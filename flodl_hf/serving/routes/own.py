@@ -12,7 +12,7 @@ import numpy as np
 
 from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.routes.fields import Field
-from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, is_blank, truncation_options
+from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, is_blank, text_options
 from flodl_hf.serving.routes.tei import CUT, DIRECTION
 
 READ_ALL = Field("truncate", "flag", "false refuses texts longer than one window; default: they are read in windows")
@@ -25,7 +25,7 @@ def _task(task: str, name: str) -> Callable[[Request], Awaitable[Response]]:
         items = request.fields["inputs"]
         options = {**request.fields, "inputs": None}
         if task == "classify":
-            options |= truncation_options(request) | {"function_to_apply": options["activation"]}
+            options |= text_options(request.fields) | {"function_to_apply": options["activation"]}
         elif task == "zero_shot":
             _check_labels(request)
         found = await request.ask(task, items, options)

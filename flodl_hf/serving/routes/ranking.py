@@ -17,8 +17,7 @@ from flodl_hf.serving.routes.route import (
     Response,
     Route,
     is_blank,
-    truncation_options,
-    wants_raw_scores,
+    text_options,
     with_empty_flag,
 )
 from flodl_hf.serving.routes.tei import CUT, DIRECTION, RAW
@@ -30,9 +29,8 @@ async def _ranked(request: Request, name: str) -> tuple[str, list[str], Any]:
     if not texts:
         raise RefusedError(f"{name} is empty, expected at least one", "empty", param=name)
     given = {
-        **truncation_options(request),
+        **text_options(request.fields),
         "max_tokens_per_doc": request.fields.get("max_tokens_per_doc"),
-        "raw": wants_raw_scores(request),
     }
     found = await request.ask("rerank", [query, *texts], given, texts=len(texts))
     return query, texts, found.data
@@ -78,7 +76,7 @@ async def _rank_documents(request: Request) -> Response:
             "id": str(uuid.uuid4()),
             "model": request.model,
             "results": results,
-            "usage": {"prompt_tokens": request.tokens, "total_tokens": request.tokens},
+            "usage": request.token_usage(),
             "meta": {
                 "api_version": {"version": "2" if request.route.path.startswith("/v2/") else "1"},
                 "billed_units": {"search_units": 1},

@@ -236,6 +236,10 @@ class Request:
         self.inferred_s += max(0.0, message["took_s"] - message["waited_s"] - message["tokenized_s"])
         return found
 
+    def token_usage(self, **more: int) -> dict[str, int]:
+        """Return the counts of tokens in the form of OpenAI, with further ones at the end."""
+        return {"prompt_tokens": self.tokens, "total_tokens": self.tokens, **more}
+
     def usage(self) -> dict[str, int]:
         """Return the counts of tokens of the request."""
         return {"tokens": self.tokens, "windows": self.windows, "dropped_tokens": self.dropped}
@@ -257,28 +261,21 @@ def model_named(models: Mapping[str, Any], name: str) -> str:
     )  # fmt: skip
 
 
-def truncation_options(request: Request, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the options of a task for texts that are too long.
+def text_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a task for texts that are too long, and for scores without an activation.
 
     Args:
-        request: the request.
-        given: the fields; None uses the request's own.
+        given: fields of a request.
     """
-    given = request.fields if given is None else given
     size, truncate = given.get("truncate_prompt_tokens"), given.get("truncate")
+    activations = given.get("use_activation"), given.get("activation"), given.get("softmax")
     return {
         "truncate": truncate if size is None else True,
         "max_tokens": None if size == -1 else size,
         "side": given.get("truncation_side") or given.get("truncation_direction"),
         "windows": given.get("windows"),
+        "raw": given.get("raw_scores") is True or False in activations,
     }
-
-
-def wants_raw_scores(request: Request) -> bool:
-    """Return whether the request asks for scores without an activation."""
-    given = request.fields
-    wants = (given.get("use_activation"), given.get("activation"), given.get("softmax"))
-    return given.get("raw_scores") is True or False in wants
 
 
 def with_empty_flag(record: dict[str, Any], empty: bool) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from flodl_hf.serving.routes.route import (
     Response,
     Route,
     is_blank,
-    truncation_options,
-    wants_raw_scores,
+    text_options,
     with_empty_flag,
 )
 
@@ -70,7 +69,7 @@ def _texts(request: Request) -> list[str]:
 
 async def _embed(request: Request) -> Response:
     request.info("embed")
-    given = {**truncation_options(request), **prompt_option(request)}
+    given = {**text_options(request.fields), **prompt_option(request)}
     given |= {name: request.fields[name] for name in ("normalize", "dimensions", "route")}
     found = await request.ask("embed", request.fields["inputs"], given)
     return Response(found.arrays[0], found.arrays[0])
@@ -78,14 +77,14 @@ async def _embed(request: Request) -> Response:
 
 async def _embed_all(request: Request) -> Response:
     request.info("embed_all")
-    found = await request.ask("embed_all", _texts(request), truncation_options(request))
+    found = await request.ask("embed_all", _texts(request), text_options(request.fields))
     ends = np.cumsum(found.data["lengths"])
     return Response(np.split(found.arrays[0], ends[:-1]), found.arrays[0])
 
 
 async def _embed_sparse(request: Request) -> Response:
     request.info("embed_sparse")
-    return Response((await request.ask("embed_sparse", _texts(request), truncation_options(request))).data)
+    return Response((await request.ask("embed_sparse", _texts(request), text_options(request.fields))).data)
 
 
 def _pairs_of(value: Any) -> tuple[list[Any], bool]:
@@ -111,7 +110,7 @@ def _pairs_of(value: Any) -> tuple[list[Any], bool]:
 
 async def _predict(request: Request) -> Response:
     items, single = _pairs_of(request.fields["inputs"])
-    given = {**truncation_options(request), "raw": wants_raw_scores(request)}
+    given = text_options(request.fields)
     found = await request.ask("classify", items, given)
     rows = [
         [with_empty_flag({"score": one["score"], "label": one["label"]}, is_blank(item)) for one in row]
@@ -137,7 +136,7 @@ async def similarity(request: Request, inputs: Mapping[str, Any], given: Mapping
     if len(texts) == 1:
         raise RefusedError("sentences is empty, expected at least one", "empty", param="inputs")
     found = await request.ask(
-        "similarity", texts, {**truncation_options(request, given), **prompt_option(request, given)}, texts=len(texts)
+        "similarity", texts, {**text_options(given), **prompt_option(request, given)}, texts=len(texts)
     )
     return Response(found.data)
 

@@ -20,8 +20,7 @@ from flodl_hf.serving.routes.route import (
     Response,
     Route,
     is_blank,
-    truncation_options,
-    wants_raw_scores,
+    text_options,
     with_empty_flag,
 )
 from flodl_hf.serving.routes.tei import DIMENSIONS, NORMALIZE
@@ -34,28 +33,24 @@ def _whole(request: Request, kind: str, data: list[dict[str, Any]]) -> dict[str,
         "created": int(time.time()),
         "model": request.model,
         "data": data,
-        "usage": {
-            "prompt_tokens": request.tokens,
-            "total_tokens": request.tokens,
-            "completion_tokens": 0,
-            "dropped_tokens": request.dropped,
-        },
+        "usage": request.token_usage(completion_tokens=0, dropped_tokens=request.dropped),
     }
 
 
 async def _classify(request: Request) -> Response:
-    found = await request.ask(
-        "classify", request.fields["input"], {**truncation_options(request), "raw": wants_raw_scores(request)}
-    )
-    labels = request.state.workers.models[request.model]["labels"]
+    found = await request.ask("classify", request.fields["input"], text_options(request.fields))
     data = []
     for index, row in enumerate(found.data):
-        by_label = {one["label"]: one["score"] for one in row}
-        probs = [by_label[label] for label in labels]
-        best = row[0]["label"]
-        record = {"index": index, "label": best, "probs": probs, "num_classes": len(labels)}
+        probs = _by_label(request, row)
+        record = {"index": index, "label": row[0]["label"], "probs": probs, "num_classes": len(probs)}
         data.append(with_empty_flag(record, is_blank(request.fields["input"][index])))
     return Response(_whole(request, "classify", data))
+
+
+def _by_label(request: Request, row: list[dict[str, Any]]) -> list[float]:
+    """Return scores in the order of the model's labels."""
+    scores = {one["label"]: one["score"] for one in row}
+    return [scores[label] for label in request.state.workers.models[request.model]["labels"]]
 
 
 async def _score(request: Request) -> Response:
@@ -68,7 +63,7 @@ async def _score(request: Request) -> Response:
         )
     firsts = first * len(second) if len(first) == 1 else first
     pairs = [[a, b] for a, b in zip(firsts, second, strict=True)]
-    found = await request.ask("score", pairs, {**truncation_options(request), "raw": wants_raw_scores(request)})
+    found = await request.ask("score", pairs, text_options(request.fields))
     data = [
         with_empty_flag({"index": i, "object": "score", "score": score}, is_blank(pair))
         for i, (score, pair) in enumerate(zip(found.data, pairs, strict=True))
@@ -91,14 +86,11 @@ async def _pooling(request: Request) -> Response:
                 raise RefusedError(
                     f"{name}: {request.model} returns scores, which have no such option", "unknown", param=name
                 )
-        found = await request.ask(
-            "classify", fields["input"], {"raw": wants_raw_scores(request), **truncation_options(request)}
-        )
-        scores = [{one["label"]: one["score"] for one in row} for row in found.data]
-        rows: list[Any] = [np.array([row[label] for label in info["labels"]], np.float32) for row in scores]
+        found = await request.ask("classify", fields["input"], text_options(request.fields))
+        rows: list[Any] = [np.array(_by_label(request, row), np.float32) for row in found.data]
     else:
         normalize = fields["normalize"] if fields["normalize"] is not None else fields["use_activation"]
-        given = {**truncation_options(request), "dimensions": fields["dimensions"], "normalize": normalize}
+        given = {**text_options(request.fields), "dimensions": fields["dimensions"], "normalize": normalize}
         found = await request.ask("embed" if task == "embed" else "embed_all", fields["input"], given)
         rows = list(found.arrays[0])
         if task == "token_embed":
