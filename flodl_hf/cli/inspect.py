@@ -73,7 +73,7 @@ def command(
 def examined(folder: Path, config: ModelConfig) -> list[str]:
     """Return conflicts of tokenizer settings with ``tokenizer.json``, and the effective value, or the loading error."""
     from flodl_hf.errors import TokenizerError
-    from flodl_hf.models.folder_tokenizer import load_tokenizer
+    from flodl_hf.models.pretrained import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(folder, config)
@@ -93,8 +93,7 @@ def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
     from flodl_hf.checkpoints.config.model_config import read_config_file
     from flodl_hf.inference.explain import explain_graph
     from flodl_hf.inference.options import check_name, dtype_of
-    from flodl_hf.models.filling import settle_dtype
-    from flodl_hf.models.pretrained import open_weights, plan_folder
+    from flodl_hf.models.building import open_weights, plan_folder, settle_dtype
 
     check_name(precision)
     config = read_config_file(folder)
@@ -117,7 +116,7 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
     from flodl_hf.checkpoints.sentence.routing import transformer_folder
     from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, VOCABULARY_FILES
     from flodl_hf.checkpoints.weights.loading import head_of
-    from flodl_hf.models.pretrained import open_weights, plan_folder
+    from flodl_hf.models.building import open_weights, plan_folder
     from flodl_hf.models.transformers_methods import size_text
 
     root, commit = resolve_folder(name, hub, MODEL_FILES)

@@ -86,7 +86,7 @@ def _parts_in_bin(root: Path, copies: Mapping[str, bytes]) -> list[str]:
 
 
 def _planned(folder: Path, ties: Mapping[str, str], max_shard_size: int | str | None) -> WritePlan:
-    with Checkpoint.open(folder, layout="bin") as source:
+    with Checkpoint.open(folder, bin_only=True) as source:
         aliases = kept_names(source.manifest.ties, ties)
         # Memory-mapped, because they are only written: mapped pages need no free memory.
         tensors = {name: tensor for name, tensor in source.read_all(mapped=True).items() if name not in aliases}
@@ -132,8 +132,7 @@ def _files_in(root: Path, part: str, *, weights: bool) -> dict[str, bytes]:
     """Return the model files of one folder, keyed by path from ``root``."""
     if part and not (root / part).is_dir():
         return {}  # a module without settings, as Normalize
-    opened = Folder(root / part)
-    try:
+    with Folder(root / part) as opened:
         copies: dict[str, bytes] = {}
         for entry in sorted((root / part).iterdir()):
             other = entry.name in _OF_THE_SOURCE or (not weights and entry.name.endswith(_WEIGHTS))
@@ -149,5 +148,3 @@ def _files_in(root: Path, part: str, *, weights: bool) -> dict[str, bytes]:
                 )
             copies[f"{part}/{entry.name}" if part else entry.name] = data
         return copies
-    finally:
-        opened.close()

@@ -25,7 +25,7 @@ from flodl_hf.checkpoints.sentence.routing import WEIGHT_FILES, transformer_fold
 from flodl_hf.checkpoints.version import own_version
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.errors import ExportError
-from flodl_hf.models.pretrained import open_weights
+from flodl_hf.models.building import open_weights
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flodl_hf.checkpoints.config.labels import activation_at
+from flodl_hf.checkpoints.config.file import activation_at
 from flodl_hf.compat.kwargs import KeywordAlias
 from flodl_hf.compat.loading import device_of
 from flodl_hf.inference.batch import usual_budget

@@ -103,7 +103,7 @@ class SequenceClassifier(ScoringModel):
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
-        from flodl_hf.checkpoints.config.labels import tuned_thresholds
+        from flodl_hf.checkpoints.config.file import tuned_thresholds
         from flodl_hf.inference.batch import Scores
         from flodl_hf.inference.decode.classes import decide, decode_classes
         from flodl_hf.inference.inputs import as_text_list, refuse_two_texts

@@ -1,7 +1,7 @@
 """Vectors of texts beyond one pooled state each: dense layers behind a pooling, one a token, one over a vocabulary.
 
 Decides how a folder's recipe (`flodl_hf.checkpoints.sentence.recipe`) becomes calls of the runtime. The
-computations are in `flodl_hf.checkpoints.sentence.dense`, `flodl_hf.checkpoints.sentence.multivector` and
+computations are in `flodl_hf.checkpoints.sentence.steps`, `flodl_hf.checkpoints.sentence.multivector` and
 `flodl_hf.checkpoints.sentence.sparse`.
 """
 

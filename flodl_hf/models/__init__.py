@@ -2,16 +2,13 @@
 
 encoder_model         the base class of all tasks
 opening               `from_pretrained` and its keywords
-pretrained            from the name of a folder to a model with weights
-filling               stored values checked and copied into a model
-building              the graph of a configuration and a task
+pretrained            from the name of a folder to a model with weights and a tokenizer
+building              the graph of a configuration and a task, matched with stored tensors and filled with them
 saving                a model written as a folder
 adapters              adapters created, attached, read and written
 adapted               methods for adapters
 transformers_methods  methods of transformers' models
 outputs               return values of calls
-freezing              which parameters are trained
-attribute_hints           error messages for methods of other tasks
 protein_contacts      contacts between residues of a protein
 """
 

@@ -110,18 +110,9 @@ class FromPretrained:
             DeviceError: the device is not available.
             TokenizerError: the tokenizer is damaged or has more tokens than the model.
         """
-        from flodl_hf.models.pretrained import load_model, numbered_labels
+        from flodl_hf.models.pretrained import Wanted, load_model, numbered_labels
 
-        return load_model(
-            cls,  # type: ignore[arg-type]
-            name_or_path,
-            hub={
-                "revision": revision,
-                "subfolder": subfolder,
-                "token": token,
-                "cache_dir": cache_dir,
-                "local_files_only": local_files_only,
-            },
+        wanted = Wanted(
             dtype=dtype,
             device=device,
             attention=attention,
@@ -132,6 +123,7 @@ class FromPretrained:
             allow_nonfinite=allow_nonfinite,
             mapped=mapped,
             weights=weights,
-            verified=verified,
-            adapter=adapter,
         )
+        hub = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir}
+        hub["local_files_only"] = local_files_only
+        return load_model(cls, name_or_path, wanted, hub=hub, verified=verified, adapter=adapter)  # type: ignore[type-var]

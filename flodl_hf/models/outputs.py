@@ -55,23 +55,21 @@ class BaseOutput(Output):
 
 
 @dataclass
-class SequenceClassificationOutput(Output):
+class ScoresOutput(Output):
+    """Scores of a head; ``loss`` is a scalar when labels were given."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+class SequenceClassificationOutput(ScoresOutput):
     """Label scores ``(batch, labels)`` before any activation; ``loss`` is a scalar when labels were given."""
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
 
-
-@dataclass
-class TokenClassificationOutput(Output):
+class TokenClassificationOutput(ScoresOutput):
     """Label scores of every token ``(batch, seq, labels)``; ``loss`` is a scalar when labels were given."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -85,34 +83,16 @@ class QuestionAnsweringOutput(Output):
     attentions: tuple[Tensor, ...] | None = None
 
 
-@dataclass
-class MaskedLMOutput(Output):
+class MaskedLMOutput(ScoresOutput):
     """Scores of every word at every token ``(batch, seq, vocab)``; ``loss`` is a scalar when labels were given."""
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
 
-
-@dataclass
-class MultipleChoiceOutput(Output):
+class MultipleChoiceOutput(ScoresOutput):
     """A score of every choice ``(batch, choices)``; ``loss`` is a scalar when labels were given."""
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
 
-
-@dataclass
-class NextSentenceOutput(Output):
+class NextSentenceOutput(ScoresOutput):
     """Scores that the second text follows and that it does not, ``(batch, 2)``; ``loss`` when labels were given."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -127,14 +107,8 @@ class PretrainingOutput(Output):
     attentions: tuple[Tensor, ...] | None = None
 
 
-@dataclass
-class ReplacedTokensOutput(Output):
+class ReplacedTokensOutput(ScoresOutput):
     """The score of every token to have been replaced ``(batch, seq)``; ``loss`` is a scalar when labels were given."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
 
 
 def _parts(output: Output) -> tuple[list[Any], tuple[str, ...]]:
@@ -147,7 +121,7 @@ def _named_parts(output: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[
 
 
 # What torch.export, torch.compile and torch.func take apart and put together again.
-for _kind in Output.__subclasses__():
+for _kind in (*Output.__subclasses__(), *ScoresOutput.__subclasses__()):
     pytree.register_pytree_node(
         _kind,
         _parts,

@@ -7,6 +7,8 @@ model is returned only when it is complete. The files and settings are kept as t
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,45 +21,54 @@ import torch
 from torch import Tensor
 
 from flodl.devices import default_device, find_device
-from flodl.errors import CheckpointError, ConfigError, DeviceError, printable
+from flodl.errors import CheckpointError, ConfigError, DeviceError, FlodlError, capped
 from flodl.garbage_collection import gc_paused
 from flodl.graph import Graph
-from flodl_hf.checkpoints.config.labels import MAX_LABELS
+from flodl_hf.checkpoints.config.file import MAX_LABELS
 from flodl_hf.checkpoints.config.model_config import ModelConfig, listed_texts, read_config_file
-from flodl_hf.checkpoints.config.warnings import warn_of
 from flodl_hf.checkpoints.hub.folders import holds_adapter, resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, read_recipe
 from flodl_hf.checkpoints.sentence.routing import transformer_folder
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
-from flodl_hf.checkpoints.weights.checkpoint.manifest import SourceManifest, StoredTensor
-from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, WEIGHTS_KEY, weights_named
-from flodl_hf.checkpoints.weights.load_report import warn_of_unexpected
-from flodl_hf.checkpoints.weights.loading import Plan, class_of, head_of, plan_load
+from flodl_hf.checkpoints.weights.checkpoint.manifest import SourceManifest
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
+from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, TOKENIZER_FILES, VOCABULARY_FILES
+from flodl_hf.checkpoints.weights.load_report import Source, warn_of_unexpected
+from flodl_hf.checkpoints.weights.loading import Plan, class_of
 from flodl_hf.checkpoints.weights.on_disk import OnDisk, Weights, stays_on_disk
-from flodl_hf.checkpoints.weights.source import Source
 from flodl_hf.families.schema import PassthroughTensor
 from flodl_hf.inference.decode.classes import score_function
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.attach import adapters_of
-from flodl_hf.models.building import assign, empty_graph, initialise, tie_tensors
-from flodl_hf.models.filling import FiniteCheck, check_dtype, check_duplicates, fill, settle_dtype, settle_ties
-from flodl_hf.models.folder_tokenizer import load_tokenizer, tokenizer_files
+from flodl_hf.models.building import (
+    FiniteCheck,
+    assign,
+    check_dtype,
+    check_duplicates,
+    fill,
+    initialise,
+    open_weights,
+    plan_folder,
+    settle_dtype,
+    settle_ties,
+    tie_tensors,
+)
 from flodl_hf.models.sentence_folder import (
+    SETFIT,
     colbert_of,
     follow_routes,
-    graph_of,
     head_in_files,
     note_setfit,
     with_overrides,
+    with_scores,
 )
 from flodl_hf.nn.attention.dot_product import check_implementation
 from flodl_hf.nn.layers.parts import as_whole, parts_from
 
 if TYPE_CHECKING:
-    from flodl_hf.checkpoints.weights.checksums import Held
     from flodl_hf.inference.cuda_warmup import Warming
     from flodl_hf.models.adapters.folder import AdapterFolder
-
+    from flodl_hf.tokenization.tokenizer import Tokenizer
 
 ModelT = TypeVar("ModelT", bound=GraphModel)
 
@@ -75,53 +86,9 @@ def numbered_labels(count: int | None) -> list[str] | None:
     return [f"LABEL_{i}" for i in range(count)]
 
 
-def load_model(
-    model_class: type[ModelT],
-    name_or_path: str | Path,
-    *,
-    hub: Mapping[str, Any],
-    dtype: torch.dtype | str | None,
-    device: torch.device | str | None,
-    attention: str,
-    labels: Sequence[str] | None,
-    problem_type: str | None,
-    ignore_config_keys: Sequence[str],
-    strict_config: bool = False,
-    allow_nonfinite: bool = False,
-    mapped: bool | None = None,
-    weights: Weights | None = None,
-    verified: bool | str = False,
-    adapter: str | Path | None = None,
-) -> ModelT:
-    """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
-    given, attention = check_dtype(dtype), check_implementation(attention)
-    around = default_device()
-    asked = _Wanted(
-        dtype=given,
-        device=_asked(around) if device is None else find_device(device),
-        attention=attention,
-        labels=None if labels is None else listed_texts(labels, "labels"),
-        problem_type=problem_type,
-        ignore_config_keys=ignore_config_keys,
-        strict_config=strict_config,
-        allow_nonfinite=allow_nonfinite,
-        mapped=mapped,
-        weights=weights,
-    )
-    name_or_path, opened = _adapter(name_or_path, adapter, hub)
-    # The default device is where the model goes, not where its parts are put together.
-    with gc_paused(settled=True), nullcontext() if around is None else torch.device("cpu"):
-        model = _load(model_class, name_or_path, asked, hub=hub, verified=verified, adapter=opened)
-        if opened is not None:
-            held = adapters_of(model)
-            held.add("default", opened.adapter(model))
-            held.put(model, "default")
-    return model.eval()
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """How folders are loaded: the checked arguments of `load_model` that apply to each of them."""
+class Wanted:
+    """How folders are loaded: the arguments of `EncoderModel.from_pretrained` that apply to each of them."""
 
     dtype: torch.dtype | str | None
     device: torch.device | str | None
@@ -133,6 +100,31 @@ class _Wanted:
     allow_nonfinite: bool
     mapped: bool | None
     weights: Weights | None
+
+
+def load_model(
+    model_class: type[ModelT],
+    name_or_path: str | Path,
+    wanted: Wanted,
+    *,
+    hub: Mapping[str, Any],
+    verified: bool | str,
+    adapter: str | Path | None,
+) -> ModelT:
+    """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
+    dtype, attention, around = check_dtype(wanted.dtype), check_implementation(wanted.attention), default_device()
+    device = _asked(around) if wanted.device is None else find_device(wanted.device)
+    labels = None if wanted.labels is None else listed_texts(wanted.labels, "labels")
+    wanted = replace(wanted, dtype=dtype, attention=attention, device=device, labels=labels)
+    name_or_path, opened = _adapter(name_or_path, adapter, hub)
+    # The default device is where the model goes, not where its parts are put together.
+    with gc_paused(settled=True), nullcontext() if around is None else torch.device("cpu"):
+        model = _load(model_class, name_or_path, wanted, hub=hub, verified=verified, adapter=opened)
+        if opened is not None:
+            held = adapters_of(model)
+            held.add("default", opened.adapter(model))
+            held.put(model, "default")
+    return model.eval()
 
 
 def _asked(around: torch.device | None) -> torch.device | None:
@@ -165,7 +157,7 @@ def _adapter(
 def _load(
     model_class: type[ModelT],
     name_or_path: str | Path,
-    asked: _Wanted,
+    asked: Wanted,
     *,
     hub: Mapping[str, Any],
     verified: bool | str = False,
@@ -175,12 +167,19 @@ def _load(
     head = model_class.head
     warming = _warming(asked.device)
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
-    held = _held_to(root, verified)
-    folder = transformer_folder(root)
-    recipe = read_recipe(root)
-    note_setfit(root, head)
+    held = None
+    if verified:
+        from flodl_hf.checkpoints.weights.checksums import hold
+
+        held = hold(root, verified)
+    folder, recipe = root, None
+    if is_entry(root, "modules.json"):
+        folder, recipe = transformer_folder(root), read_recipe(root)
+    if any(is_entry(root, name) for name in SETFIT):
+        note_setfit(root, head)
     config, relabelled = _configured(folder, head, asked, adapter, recipe)
-    head = head_in_files(head, recipe)
+    if recipe is not None:
+        head = head_in_files(head, recipe)
     own = head == model_class.head
     read = _read_folder(folder, config, head, asked, warming, relabelled=relabelled, pooler=own)
     report, kept = read.plan.report, _kept(read.plan.report.ignored, config, head)
@@ -196,11 +195,13 @@ def _load(
     beside = _filled(read, config, kept, str(folder))
     if recipe is not None and recipe.changes_states:
         recipe.shares(config.encoder.num_layers, str(root))  # raises an error for a hidden state that is not there
-    model = model_class(config, graph_of(read.graph, head, model_class.head, recipe))
+    model = model_class(config, read.graph if own or recipe is None else with_scores(read.graph, recipe))
     model._mark_untrained(report.new)
     model.load_report = report
     model.tokenizer = tokenizer
-    model.sentence_recipe = recipe or colbert_of(folder, config)
+    model.sentence_recipe = recipe
+    if class_of(config.source.get("architectures")) == "HF_ColBERT":
+        model.sentence_recipe = recipe or colbert_of(folder, config)
     model.source = Source(
         name=str(name_or_path),
         folder=folder,
@@ -232,20 +233,38 @@ def _load(
 
 
 def _configured(
-    folder: Path, head: str, asked: _Wanted, adapter: AdapterFolder | None, recipe: SentenceTransformerConfig | None
+    folder: Path, head: str, asked: Wanted, adapter: AdapterFolder | None, recipe: SentenceTransformerConfig | None
 ) -> tuple[ModelConfig, bool]:
     """Return a folder's configuration, and whether its labels are set by the caller or an adapter."""
     config = read_config_file(folder, asked.ignore_config_keys, strict_config=asked.strict_config)
-    config = with_overrides(config, recipe, asked.ignore_config_keys, strict_config=asked.strict_config)
-    warn_of(config, stacklevel=2)
+    if recipe is not None:
+        config = with_overrides(config, recipe, asked.ignore_config_keys, strict_config=asked.strict_config)
+    _warn_of(config)
     labels = asked.labels
     if adapter is not None and labels is None:
         labels = adapter.labels(config, head)
     if labels is not None or asked.problem_type is not None:
         config = config.changed(labels=labels, problem_type=asked.problem_type)
-    if head == "sequence_classification":
+    if head == "sequence_classification" and config.score_activation is not None:
         score_function(config)  # raises an error if the stored activation is not known
     return config, labels is not None
+
+
+def _warn_of(config: ModelConfig) -> None:
+    """Warn of ignored settings, and of missing sizes; one warning for each."""
+    if config.overruled:
+        warnings.warn(
+            f"{config.where}: settings contradict others of the file and are ignored, as by transformers:\n"
+            f"{capped(config.overruled)}\nRemove the wrong ones; strict_config=True refuses such a file.",
+            stacklevel=3,
+        )
+    if config.left_out:
+        sizes = [f"{key}: {value}" for key, value in config.left_out.items()]
+        warnings.warn(
+            f"{config.where}: sizes are not stated; transformers' defaults are used:\n{capped(sizes)}\n"
+            "Add the correct sizes to the file; strict_config=True refuses such a file.",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +298,7 @@ def _read_folder(
     folder: Path,
     config: ModelConfig,
     head: str,
-    asked: _Wanted,
+    asked: Wanted,
     warming: Warming | None,
     *,
     relabelled: bool,
@@ -295,7 +314,8 @@ def _read_folder(
         plan, graph = plan_folder(
             config, head, stored, str(folder), relabelled=relabelled, strict=asked.strict_config, pooler=pooler
         )
-        warn_of_unexpected(plan.report, stored, stacklevel=2)
+        if plan.report.unexpected:
+            warn_of_unexpected(plan.report, stored, stacklevel=2)
         if checkpoint.manifest.passed_over:
             warnings.warn(f"{folder}: {checkpoint.manifest.passed_over}", stacklevel=2)
             plan.report.notes.append(checkpoint.manifest.passed_over)
@@ -401,15 +421,6 @@ def _taken(
     return {entry.name: values[name] for name, entry in kept.items()}
 
 
-def _held_to(folder: Path, verified: bool | str) -> Held | None:
-    """Return the result of the comparison of the folder's files with their checksums; None if not requested."""
-    if not verified:
-        return None
-    from flodl_hf.checkpoints.weights.checksums import hold
-
-    return hold(folder, verified)
-
-
 def _warming(device: torch.device | str | None) -> Warming | None:
     """Return what makes a CUDA device ready meanwhile; None for other devices."""
     if device is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
@@ -419,73 +430,64 @@ def _warming(device: torch.device | str | None) -> Warming | None:
     return Warming(torch.device(device))
 
 
-def open_weights(folder: Path, config: ModelConfig) -> Checkpoint:
-    """Open a folder's weights: the files that its configuration names, else files with the default names.
-
-    Raises:
-        ConfigError: the configuration names a file that is absent or is not a weight file.
-    """
-    return Checkpoint.open(folder, named=weights_named(config.source.get(WEIGHTS_KEY), config.where))
-
-
-def plan_folder(
-    config: ModelConfig,
-    head: str,
-    stored: Mapping[str, StoredTensor],
-    where: str,
-    *,
-    relabelled: bool = False,
-    strict: bool = False,
-    pooler: bool = True,
-) -> tuple[Plan, Graph]:
-    """Return which stored tensor fills which parameter, and the graph to fill, without any memory.
-
-    Args:
-        config: the folder's configuration.
-        head: the task.
-        stored: the files' tensors, from their headers.
-        where: the folder, for messages.
-        relabelled: the labels were given by the caller, so a classifier of another size may start fresh.
-        strict: raise on unknown tensors under any prefix.
-        pooler: have the encoder alone compute the pooler's output, if the file has its tensors.
-
-    Raises:
-        CheckpointError: tensors are missing, unexpected or mis-shaped.
-        ConfigError: the family has no such head.
-    """
-    graph = empty_graph(config, head, pooler=pooler and any("pooler" in name for name in stored))
-    spec = None if head == "base" else config.family.heads[head]
-    architectures = config.source.get("architectures")
-    written = head_of(config.family, architectures, head)
-    custom = None if written else class_of(architectures)
-    plan = plan_load(
-        config.family,
-        config.family.key_map(config.encoder, head),
-        {name: tuple(tensor.shape) for name, tensor in graph.named_parameters(remove_duplicate=False)},
-        stored,
-        head=head,
-        source_head=written,
-        tie_words=config.tie_words,
-        where=where,
-        renew=(spec.classifier,) if spec and spec.classifier and relabelled else (),
-        config=config.encoder,
-        custom=custom,
-        # Code of a repository may compute with any tensor of its files.
-        settled=bool(config.family.tiny) and not strict and not config.source.get("auto_map"),
-    )
-    plan.report.notes += config.notes
-    if custom is not None and head == "base":
-        plan.report.notes.append(
-            f"architectures: {printable(custom, 60)} is none of our classes; this is the encoder alone"
-        )
-    if head == "base" and architectures is None:
-        others = sorted({why.split()[-2] for why in plan.report.ignored.values() if why.endswith(" head")})
-        if others:
-            also = f"; the file also contains the head of {' and '.join(others)}, which head= loads"
-            plan.report.notes.append(f"architectures: absent, so this is the encoder alone{also}")
-    return plan, graph
-
-
 def in_hub_cache(folder: Path) -> bool:
     """Return whether a folder is a snapshot of the Hub's cache, with links to blobs named by content."""
     return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
+
+
+def load_tokenizer(
+    folder: Path, config: ModelConfig, *, strict: bool = True, overrides: Mapping[str, Any] | None = None
+) -> Tokenizer | None:
+    """Return the folder's tokenizer, or None if tokenizer files are missing or, unless strict, incomplete.
+
+    Args:
+        folder: with the files.
+        config: of the model.
+        strict: raise if the files are incomplete.
+        overrides: values that override ``tokenizer_config.json``.
+
+    Raises:
+        TokenizerError: damaged files, or a token id without a row in the word table.
+    """
+    if not any(is_entry(folder, name) for name in VOCABULARY_FILES):
+        return None
+    from flodl_hf.tokenization.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_folder(folder, model_type=config.model_type)
+        if overrides:
+            tokenizer = overridden(tokenizer, overrides, folder, config.model_type)
+    except FlodlError as fault:
+        if strict or "words" not in fault.details:
+            raise
+        return warnings.warn(f"the model has no tokenizer: {fault.message}", UserWarning, stacklevel=2)
+    types = config.token_types if tokenizer.settings.type_ids else 0
+    tokenizer.check_fits(config.encoder.vocab_size, types or None)
+    return tokenizer
+
+
+def overridden(tokenizer: Tokenizer, overrides: Mapping[str, Any], folder: Path, model_type: str) -> Tokenizer:
+    """Return the tokenizer with other values in its ``tokenizer_config.json``.
+
+    Raises:
+        TokenizerError: a value is not understood.
+    """
+    from flodl_hf.tokenization.source import with_settings
+
+    files = with_settings(tokenizer.files(), overrides, str(folder))
+    return type(tokenizer).from_files(files, folder=folder, model_type=model_type)
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Return the tokenizer files of a folder without a loaded tokenizer, by file name, so that saving keeps them.
+
+    No output depends on them, so an unreadable file is skipped.
+    """
+    found: dict[str, bytes] = {}
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(folder / name):
+            from flodl_hf.tokenization.source import read_bytes
+
+            with contextlib.suppress(FlodlError, OSError):
+                found[name] = read_bytes(folder / name)
+    return found

@@ -18,7 +18,6 @@ from flodl_hf.checkpoints.sentence.multivector import colbert_recipe
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 from flodl_hf.checkpoints.weights.file_names import BOUNDS
-from flodl_hf.checkpoints.weights.loading import class_of
 from flodl_hf.inference.decode.pooling import pool_padded
 from flodl_hf.inference.graph_model.routed import Routed, recipe_behind
 from flodl_hf.inference.pool import pool
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
     from flodl_hf.inference.graph_model.model import GraphModel
 
 
-_SETFIT = ("model_head.pkl", "config_setfit.json")
+SETFIT = ("model_head.pkl", "config_setfit.json")
 
 
 def with_overrides(
-    config: ModelConfig, recipe: SentenceTransformerConfig | None, ignored: Sequence[str], *, strict_config: bool
+    config: ModelConfig, recipe: SentenceTransformerConfig, ignored: Sequence[str], *, strict_config: bool
 ) -> ModelConfig:
     """Return the configuration with overrides from the folder's other files: settings, and the activation of scores.
 
@@ -43,8 +42,6 @@ def with_overrides(
     Raises:
         ConfigError: a value is not understood.
     """
-    if recipe is None:
-        return config
     changes = dict(recipe.transformer_settings.config)
     dtype = recipe.transformer_settings.dtype
     if dtype not in (None, "auto"):
@@ -58,16 +55,14 @@ def with_overrides(
     return config if recipe.activation is None else config.changed(score_activation=recipe.activation)
 
 
-def head_in_files(head: str, recipe: SentenceTransformerConfig | None) -> str:
+def head_in_files(head: str, recipe: SentenceTransformerConfig) -> str:
     """Return the head found in the weight files: none if a dense layer computes a cross-encoder's scores."""
-    scored = head == "sequence_classification" and recipe is not None and recipe.scorer is not None
+    scored = head == "sequence_classification" and recipe.scorer is not None
     return "base" if scored else head
 
 
-def graph_of(graph: Graph, held: str, wanted: str, recipe: SentenceTransformerConfig | None) -> Graph:
-    """Return the graph of the wanted head, with the folder's own score module after it if it has one."""
-    if held == wanted or recipe is None:
-        return graph
+def with_scores(graph: Graph, recipe: SentenceTransformerConfig) -> Graph:
+    """Return the graph of an encoder with the folder's own score module after it."""
     encoder = FlowBuilder(graph.get_submodule("encoder"), name="encoder")
     flow = encoder.input("token_type_ids", "position_ids", default=None).input("layout")
     flow = flow.using("token_type_ids", "position_ids", "layout").tag("last_hidden_state")
@@ -125,9 +120,7 @@ def note_setfit(root: Path, head: str) -> None:
     Raises:
         ConfigError: a classifier was requested.
     """
-    found = next((name for name in _SETFIT if is_entry(root, name)), None)
-    if found is None:
-        return
+    found = next(name for name in SETFIT if is_entry(root, name))
     if head == "sequence_classification":
         raise ConfigError(
             f"{root / found}: found a classifier of setfit, expected weights in config.json's own head. The classifier "
@@ -145,8 +138,8 @@ def note_setfit(root: Path, head: str) -> None:
 
 
 def colbert_of(folder: Path, config: ModelConfig) -> SentenceTransformerConfig | None:
-    """Return how a folder of ColBERT's class makes vectors; None of any other."""
-    if class_of(config.source.get("architectures")) != "HF_ColBERT" or "HF_ColBERT" not in config.family.pretraining:
+    """Return how a folder of ColBERT's class makes vectors; None of another family."""
+    if "HF_ColBERT" not in config.family.pretraining:
         return None
     late, files = colbert_recipe(folder)
     return SentenceTransformerConfig(normalize=True, late=late, files=files)

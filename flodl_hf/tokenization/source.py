@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from flodl.errors import printable
 from flodl.files import POINTER_ADVICE, is_pointer, make_folders, write_atomically
-from flodl_hf.checkpoints.hub.choosing import TOKENIZER_FILES
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import read_member
+from flodl_hf.checkpoints.weights.file_names import TOKENIZER_FILES
 from flodl_hf.errors import ExportError, TokenizerError
 
 if TYPE_CHECKING:

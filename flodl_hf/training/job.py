@@ -19,7 +19,7 @@ from flodl.errors import ConfigError, DataError
 from flodl_hf.checkpoints.hub.folders import lacks_tokenizer
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.graph_model.model import GraphModel
-from flodl_hf.models.freezing import frozen_parameters
+from flodl_hf.models.transformers_methods import frozen_parameters
 from flodl_hf.training.batching import (
     batch_rows,
     count_steps,

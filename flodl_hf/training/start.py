@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flodl.errors import ConfigError, visible
 from flodl.train.saving.state import check_fits, fixed_names
-from flodl_hf.models.freezing import freeze
+from flodl_hf.models.transformers_methods import freeze
 from flodl_hf.training.options import Options
 from flodl_hf.training.task import Known, Task
 

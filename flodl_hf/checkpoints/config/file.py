@@ -1,17 +1,27 @@
-"""``config.json`` as a file: found in a folder and read strictly, before its keys are interpreted."""
+"""``config.json`` as a file, read strictly before its keys are interpreted, and the labels in it.
+
+Decides the handling of label tables with gaps, of numbers that contradict them, and of unknown problem types.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flodl.errors import ConfigError, printable
+from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
 from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME
+from flodl_hf.errors import PredictError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_CONFIG_BYTES = 1_000_000  # the largest on the Hub are label lists of some ten thousand entries
 _MOST_DIGITS = 400  # more than the largest float has
@@ -161,3 +171,203 @@ def read_json(text: str | bytes, where: str, odd: Odd | None = None) -> dict[str
     if odd is not None and ("NaN" in text or "Infinity" in text):
         odd.not_finite += [name for name, one in value.items() if _holds_no_number(one)]
     return value
+
+
+MAX_LABELS = 100_000
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+
+def without_unknown_problem(source: Mapping[str, Any], overruled: list[str] | None) -> Mapping[str, Any]:
+    """Return the file without a problem type that transformers ignores; report it in ``overruled`` if given."""
+    found = source.get("problem_type")
+    if not isinstance(found, str) or found in PROBLEM_TYPES or (found and overruled is None):
+        return source
+    if found and overruled is not None:
+        overruled.append(
+            f"problem_type: {shown(found, 40)}, which is none of {', '.join(PROBLEM_TYPES)}; none is taken"
+        )
+    return {key: value for key, value in source.items() if key != "problem_type"}
+
+
+def label_names(
+    source: Mapping[str, Any], problems: list[str], notes: list[str], overruled: list[str] | None = None
+) -> list[str]:
+    """Return label names by id: the number that transformers derives, absent names as LABEL_i.
+
+    Args:
+        source: the file.
+        problems: receives refused values.
+        notes: receives notes for the reader.
+        overruled: receives names of no label; None if such names are refused.
+    """
+    overruled = problems if overruled is None else overruled
+    names = source.get("id2label")
+    stated = source.get("num_labels")
+    if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int) or not 0 < stated <= MAX_LABELS):
+        problems.append(f"num_labels: found {shown(stated, 40)}; expected an integer from 1 to {MAX_LABELS}")
+        return []
+    if names is None:
+        return [f"LABEL_{i}" for i in range(stated or 2)]
+    if not isinstance(names, Mapping) or len(names) > MAX_LABELS:
+        problems.append(f"id2label: found {shown(names, 60)}; expected a table of at most {MAX_LABELS} names by id")
+        return []
+    if stated is not None and names and len(names) != stated:
+        # transformers takes the number and drops all names, so that no name is given to a wrong class.
+        notes.append(f"id2label: names {len(names)} labels, num_labels is {stated}; the number is used, without names")
+        return [f"LABEL_{i}" for i in range(stated)]
+    by_id: dict[int, str] = {}
+    for key, name in names.items():
+        index = int(key) if re.fullmatch(r"-?[0-9]{1,7}", str(key)) else None
+        beyond = stated is not None and index is not None and not 0 <= index < stated
+        if index is None or beyond or not isinstance(name, (str, int, float)) or index in by_id:
+            problems.append(
+                f"id2label: found {printable(str(key), 40)}: {shown(name, 40)}; expected one name for each "
+                f"id from 0{'' if stated is None else f' to num_labels - 1 = {stated - 1}'}"
+            )
+            return []
+        by_id[index] = str(name)
+    size = stated or len(by_id) or 2
+    if strays := sorted(by_id.keys() - set(range(size))):
+        # Transformers counts the names, whatever their numbers.
+        ids = ", ".join(map(str, strays[:5])) + (", ..." if len(strays) > 5 else "")
+        overruled.append(
+            f"id2label: names {size} labels, and their ids are not 0 to {size - 1}: there are {size} labels, the names "
+            f"of {ids} are no label's, and labels without a name are LABEL_i"
+        )
+    return [by_id.get(i, f"LABEL_{i}") for i in range(size)]
+
+
+def renamed(
+    labels: Sequence[str], thresholds: Mapping[str, float] | None, names: Mapping[int, str]
+) -> tuple[tuple[str, ...], dict[str, float] | None]:
+    """Return labels and thresholds under other names.
+
+    Args:
+        labels: the labels in the order of their ids.
+        thresholds: thresholds by label, if there are any.
+        names: the new names by id.
+
+    Raises:
+        ConfigError: the ids are not those of the labels.
+    """
+    numbered = {int(number): str(name) for number, name in names.items()}
+    if sorted(numbered) != list(range(len(labels))):
+        raise ConfigError(
+            f"id2label: found the ids {sorted(numbered)[:20]}, expected 0 to {len(labels) - 1}. Pass num_labels= or "
+            "id2label= to from_pretrained for another number of labels.",
+            problems=["id2label"],
+        )
+    new = {label: numbered[number] for number, label in enumerate(labels)}
+    kept = None if thresholds is None else {new[label]: value for label, value in thresholds.items()}
+    return tuple(numbered[number] for number in sorted(numbered)), kept
+
+
+LABEL_THRESHOLDS = "label_thresholds"
+"""The key: a table of numbers from 0 to 1 by label name."""
+
+
+def thresholds_of(found: Any, labels: Sequence[str], notes: list[str]) -> dict[str, float] | None:
+    """Return the thresholds in a file's key, in the order of the labels; None if absent or invalid.
+
+    Args:
+        found: the key's value.
+        labels: names of the model's labels.
+        notes: receives a sentence if the value is not a threshold for each label.
+    """
+    if found is None:
+        return None
+    if isinstance(found, Mapping) and set(found) == set(labels) and all(_is_share(value) for value in found.values()):
+        return {name: float(found[name]) for name in labels}
+    notes.append(
+        f"{LABEL_THRESHOLDS}: found {shown(found, 60)}; expected a number from 0 to 1 for each of the labels; predict "
+        "knows no tuned thresholds"
+    )
+    return None
+
+
+def tuned_thresholds(
+    kept: Mapping[str, float] | None, threshold: str, function_to_apply: str | None
+) -> Mapping[str, float]:
+    """Return the stored thresholds by label, if a call requests them.
+
+    Args:
+        kept: the thresholds of the configuration.
+        threshold: the string that the call passed.
+        function_to_apply: the function that the call requests; None for the configuration's.
+
+    Raises:
+        PredictError: the string is not "tuned", the model stores none, or the scores use another function than the
+        one that the thresholds were chosen for.
+    """
+    if threshold != "tuned":
+        raise PredictError(
+            f"predict: threshold={printable(threshold, 40)}; expected a number, numbers by label, or 'tuned'",
+            threshold=threshold,
+        )
+    if kept is None:
+        raise PredictError(
+            "predict: threshold='tuned', but this model stores none; expected label_thresholds in config.json. "
+            "finetune(tune_thresholds=True) chooses them on held-out data; or give a number",
+            threshold=threshold,
+        )
+    if function_to_apply is not None:
+        raise PredictError(
+            f"predict: function_to_apply={function_to_apply!r} with threshold='tuned'; the thresholds were chosen for "
+            "the scores of the configured function; omit it, or give custom numbers",
+            function_to_apply=function_to_apply,
+        )
+    return kept
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+ACTIVATIONS = (
+    "Identity", "Sigmoid", "Softmax", "Tanh", "ReLU", "GELU", "SiLU", "CELU", "ELU", "GLU", "Hardshrink", "Hardsigmoid",
+    "Hardswish", "Hardtanh", "LeakyReLU", "LogSigmoid", "LogSoftmax", "Mish", "RReLU", "ReLU6", "SELU", "Softmin",
+    "Softplus", "Softshrink", "Softsign", "Tanhshrink",
+)  # fmt: skip
+"""Classes of ``torch.nn``; each is applied as in evaluation mode, along the last dimension where it has one."""
+
+_SCORES_KEY, _OLD_KEY = "sentence_transformers", "sbert_ce_default_activation_function"
+_OVER_ONE_DIMENSION = ("Softmax", "Softmin", "LogSoftmax")
+
+
+def activation_at(path: Any) -> str | None:
+    """Return the class name of the activation at a dotted path such as ``torch.nn.modules.activation.Tanh``.
+
+    None if the path is not in torch, or names a class that is not in `ACTIVATIONS`.
+    """
+    module, _, name = str(path).rpartition(".")
+    inside_torch = module == "torch.nn" or module.startswith("torch.nn.modules.")
+    return name if inside_torch and name in ACTIVATIONS else None
+
+
+@cache
+def _module(name: str) -> Any:
+    from torch import nn
+
+    options = {"dim": -1} if name in _OVER_ONE_DIMENSION else {}
+    return getattr(nn, name)(**options).eval()
+
+
+def activate(name: str, values: Tensor) -> Tensor:
+    """Return the values after the activation of this class name."""
+    return _module(name)(values)
+
+
+def stored_activation(source: Mapping[str, Any]) -> str | None:
+    """Return the path of the activation's class that a configuration stores; None if it stores none."""
+    settings = source.get(_SCORES_KEY)
+    stated = settings.get("activation_fn") if isinstance(settings, Mapping) else None
+    found = stated or source.get(_OLD_KEY)
+    return None if found is None else str(found)
+
+
+def activation_changes(source: Mapping[str, Any], activation: str | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys to write and the keys to remove so that a configuration stores this activation."""
+    if activation == stored_activation(source):
+        return {}, []
+    changed = {} if activation is None else {_SCORES_KEY: {"activation_fn": activation}}
+    return changed, [key for key in (_SCORES_KEY, _OLD_KEY) if key in source and key not in changed]

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import ConfigError, nearest, printable, shown
-from flodl_hf.checkpoints.config.file import Odd, config_text_of, read_json
-from flodl_hf.checkpoints.config.labels import (
+from flodl_hf.checkpoints.config.file import (
     LABEL_THRESHOLDS,
     PROBLEM_TYPES,
+    Odd,
     activation_changes,
+    config_text_of,
     label_names,
+    read_json,
     renamed,
     stored_activation,
     thresholds_of,
@@ -135,27 +137,27 @@ class ModelConfig:
         """
         odd = Odd()
         source = read_json(text, where, odd)
-        return cls._read(source, where, text, ignore_config_keys, strict_config=strict_config, whole=False, odd=odd)
+        return cls.from_dict(
+            source, where=where, text=text, ignore_config_keys=ignore_config_keys, strict_config=strict_config, odd=odd
+        )
 
     @classmethod
     def from_dict(
-        cls,
-        source: Mapping[str, Any],
-        *,
-        where: str = "config",
-        text: str | None = None,
-        ignore_config_keys: Sequence[str] = (),
-        strict_config: bool = False,
-    ) -> ModelConfig:
-        """Return the configuration that this mapping describes; see `from_text`."""
-        return cls._read(source, where, text, ignore_config_keys, strict_config=strict_config, whole=False)
-
-    @classmethod
-    def _read(
-        cls, source: Mapping[str, Any], where: str, text: str | None = None, ignore_config_keys: Sequence[str] = (), *,
-        strict_config: bool = False, whole: bool, odd: Odd | None = None,
+        cls, source: Mapping[str, Any], *, where: str = "config", text: str | None = None,
+        ignore_config_keys: Sequence[str] = (), strict_config: bool = False, whole: bool = False,
+        odd: Odd | None = None,
     ) -> ModelConfig:  # fmt: skip
-        """Return the configuration that a mapping describes; ``whole`` ones state every size themselves."""
+        """Return the configuration that a mapping describes; see `from_text`.
+
+        Args:
+            source: the mapping.
+            where: its name, for messages.
+            text: the JSON that it was read from.
+            ignore_config_keys: unsupported keys to ignore.
+            strict_config: as of `from_text`.
+            whole: every size has to be stated.
+            odd: deviations of the text from JSON.
+        """
         family = family_of(source, where)
         problems: list[str] = []
         # Code of the repository may read settings that transformers ignores: then the effective one is unknown.
@@ -207,7 +209,7 @@ class ModelConfig:
         labels = values.pop("labels", None)
         if labels is not None:
             values["id2label"] = {str(i): name for i, name in enumerate(labels)}
-        config = cls._read({"model_type": model_type, **values}, "for_model(...)", whole=True)
+        config = cls.from_dict({"model_type": model_type, **values}, where="for_model(...)", whole=True)
         if "id2label" in config.source:
             # Transformers takes neither of the two from the other.
             config.source.setdefault("label2id", config.label2id)
@@ -383,18 +385,20 @@ class ModelConfig:
 def read_config(
     name_or_path: str | Path,
     *,
-    revision: str | None = None,
-    subfolder: str = "",
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
     ignore_config_keys: Sequence[str] = (),
     strict_config: bool = False,
     verified: bool | str = False,
+    **hub: Any,
 ) -> ModelConfig:
-    """Return the configuration of a folder or Hub repository; only ``config.json`` is fetched."""
-    hub = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir}
-    hub["local_files_only"] = local_files_only
+    """Return the configuration of a folder or Hub repository; only ``config.json`` is fetched.
+
+    Args:
+        name_or_path: the folder or repository.
+        ignore_config_keys: as of `ModelConfig.from_text`.
+        strict_config: as of `ModelConfig.from_text`.
+        verified: compare the file with its checksum first.
+        **hub: ``revision``, ``subfolder``, ``token``, ``cache_dir`` and ``local_files_only``.
+    """
     folder, _ = resolve_folder(name_or_path, hub, (CONFIG_NAME, *(("checksums.json",) if verified else ())))
     if verified:
         from flodl_hf.checkpoints.weights.checksums import hold

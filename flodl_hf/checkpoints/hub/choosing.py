@@ -1,17 +1,24 @@
-"""Which files of a repository are fetched: by patterns, weights in whatever parts they come, modules in folders."""
+"""Which files of a repository are fetched: by patterns, weights in whatever parts they come, modules in folders.
+
+Files in the cache are named by their digest. A file is read and compared once; its size and time are stored next to
+the cached files, and it is read again only if they differ.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import translate
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from flodl.errors import capped
-from flodl.files import read_regular
+from flodl.files import read_regular, write_atomically
 from flodl_hf.checkpoints.hub.request import HubRequest
 from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, WEIGHTS_KEY, weights_named
 
@@ -21,35 +28,6 @@ _ROUTING = (_MODULES, "router_config.json", "*/router_config.json", "*/config.js
 _OF_MODULES = ("config.json",)
 _WEIGHTS_OF_MODULES = (WEIGHTS, "pytorch_model.bin")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-
-# Only these files are copied with a checkpoint; the order is that of the documentation.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "bpe.codes",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "spiece.model",
-    "sentencepiece.model",
-    "tokenizer.model",
-)
-
-# Files of a checkpoint. "model.safetensors" represents the weights, in one file or in shards.
-CHECKPOINT_FILES = (
-    "config.json",
-    WEIGHTS,
-    *TOKENIZER_FILES,
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
-    "[0-9]_*/config.json",
-    "[0-9]_*/model.safetensors",
-)
 
 
 @cache
@@ -203,3 +181,56 @@ def _shards(index: Path) -> set[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()
     return {name for name in names if isinstance(name, str) and _SHARD.fullmatch(name)}
+
+
+VERIFIED = "flodl-verified.json"
+"""File of a repository's folder in the cache: size and modification time of each verified file, by its digest."""
+
+_MOST = 1 << 24
+_CHUNK = 1 << 20
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+def digest_of(path: Path, like: str) -> str:
+    """Return the digest of a file: SHA-256 if ``like`` is one, else the SHA-1 that git names its content by."""
+    git = len(like) == 40
+    digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False) if git else hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_cached(request: HubRequest, snapshot: Path, names: Iterable[str]) -> None:
+    """Compare files of the cache with their digests; files that have no digest in the cache are skipped.
+
+    Raises:
+        HubError: the content of a file differs from the server's announcement.
+    """
+    place = request.storage / VERIFIED
+    known: Mapping[str, Any] = {}
+    with suppress(OSError, ValueError):
+        found = json.loads(read_regular(place, _MOST))
+        known = found if isinstance(found, dict) else {}
+    new: dict[str, Any] = {}
+    for name in names:
+        path = snapshot / name
+        blob = path.resolve()
+        if not path.is_symlink() or not _DIGEST.fullmatch(blob.name):
+            continue
+        stat = blob.stat()
+        state = [stat.st_size, stat.st_mtime_ns]
+        if known.get(blob.name) == state:
+            continue
+        if (digest := digest_of(blob, blob.name)) != blob.name:
+            raise request.error(
+                f"{name} in the cache is damaged: digest {digest} instead of {blob.name}",
+                f"remove {blob} and download it again: `hf download {request.name} {name}`",
+                file=name,
+                damaged=str(blob),
+                offline=True,
+            )
+        new[blob.name] = state
+    if new:
+        with suppress(OSError):  # a read-only cache is verified each time
+            write_atomically(place, [json.dumps({**known, **new}).encode()])

@@ -20,10 +20,11 @@ from typing import Any
 from flodl.errors import FlodlError, capped, nearest, printable
 from flodl.files import read_regular
 from flodl_hf.checkpoints.hub.choosing import (
-    CHECKPOINT_FILES,
     WEIGHTS,
     any_present,
+    check_cached,
     config_telling,
+    digest_of,
     lacking,
     named_weights,
     select,
@@ -39,7 +40,7 @@ from flodl_hf.checkpoints.hub.request import (
     token_for_one_host,
     within,
 )
-from flodl_hf.checkpoints.hub.verified import check_cached, digest_of
+from flodl_hf.checkpoints.weights.file_names import MODEL_FILES
 from flodl_hf.errors import HubError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95})?")
@@ -80,7 +81,7 @@ def resolve(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
-    files: Sequence[str] = CHECKPOINT_FILES,
+    files: Sequence[str] = MODEL_FILES,
     modules: Callable[[Path], Mapping[str, bool]] | None = None,
 ) -> Resolved:
     """Return the folder that holds the files of ``name_or_path``, fetching what is missing.
@@ -177,7 +178,7 @@ def _text_of(name_or_path: Any) -> str:
     text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
         raise HubError(
-            f"{printable(str(name_or_path))}: not a valid name; pass a folder, 'owner/name' or 'owner/name@revision'",
+            f"{printable(str(name_or_path))}: no valid name; expected a folder, 'owner/name' or 'owner/name@revision'",
             name=str(name_or_path),
         )
     return text
@@ -227,6 +228,8 @@ def _local(path: Path, subfolder: str, revision: str | None) -> Resolved:
             revision=revision,
         )
     folder = path / subfolder if subfolder else path
+    if not folder.resolve().is_relative_to(path.resolve()):
+        raise HubError(f"{path}: the folder {subfolder!r} leads out of it; check subfolder", name=str(path))
     if not folder.is_dir():
         raise HubError(f"{path}: has no folder {subfolder!r}; check subfolder", name=str(path), subfolder=subfolder)
     return Resolved(folder)

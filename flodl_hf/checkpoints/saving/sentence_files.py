@@ -6,10 +6,10 @@ changed how vectors are computed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
+from flodl_hf.checkpoints.sentence.module_files import folder_files, json_bytes
 from flodl_hf.checkpoints.sentence.recipe import POOLINGS, SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.sparse import splade_files
 
@@ -26,16 +26,8 @@ def recipe_files(recipe: SentenceTransformerConfig, hidden_size: int) -> dict[st
         behind, files = [], {}  # the head of a cross-encoder lies among the weights
     else:
         behind, files = _router_files(recipe, hidden_size) if recipe.routes else _behind(recipe, hidden_size)
-    modules = [
-        {"idx": place, "name": str(place), "path": path, "type": _PREFIX + kind}
-        for place, (kind, path) in enumerate([("Transformer", ""), *behind])
-    ]
-    said: dict[str, Any] = {"modules.json": modules}
-    if more := model_settings(recipe):
-        said["config_sentence_transformers.json"] = more
-    if bounds := bounds_of(recipe):
-        said["sentence_bert_config.json"] = bounds
-    return {name: _json(value) for name, value in said.items()} | files
+    modules = [(_PREFIX + kind, path) for kind, path in [("Transformer", ""), *behind]]
+    return folder_files(modules, model_settings(recipe), bounds_of(recipe)) | files
 
 
 def model_settings(recipe: SentenceTransformerConfig) -> dict[str, Any]:
@@ -81,7 +73,7 @@ def _behind(recipe: SentenceTransformerConfig, hidden_size: int, inside: str = "
         size = sizes[-1] if sizes else hidden_size
         pooling: dict[str, Any] = {"word_embedding_dimension": size, "include_prompt": recipe.include_prompt}
         pooling |= {key: name in recipe.pooling for key, name in POOLINGS.items()}
-        add("Pooling", lambda part: {f"{part}/config.json": _json(pooling)})
+        add("Pooling", lambda part: {f"{part}/config.json": json_bytes(pooling)})
     for step in recipe.dense:
         add(step.kind, step.files)
     if recipe.normalize:
@@ -107,8 +99,4 @@ def _router_files(recipe: SentenceTransformerConfig, hidden_size: int) -> tuple[
         "route_mappings": {str((kind, None)): route for kind, route in recipe.kinds.items()},
     }  # fmt: skip
     said = {"types": types, "structure": structure, "parameters": settings}
-    return [("Router", folder)], {f"{folder}/router_config.json": _json(said)} | files
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
+    return [("Router", folder)], {f"{folder}/router_config.json": json_bytes(said)} | files

@@ -141,32 +141,8 @@ def write_state(folder: Path, plan: WritePlan) -> list[WrittenFile]:
 
 def canonical_order(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names in the order of the safetensors library: wide number types first, then alphabetical."""
-    rank = {name: place for place, name in enumerate(_DTYPE_ORDER)}
+    rank = {name: place for place, name in enumerate(DTYPES)}
     return [name for name, _ in sorted(tensors, key=lambda item: (-rank[DTYPE_NAMES[item[1].dtype]], item[0].encode()))]
-
-
-# The library sorts by its own enumeration of types, descending; this is that enumeration, ascending.
-_DTYPE_ORDER = (
-    "BOOL",
-    "U8",
-    "I8",
-    "F8_E5M2",
-    "F8_E4M3",
-    "F8_E8M0",
-    "F8_E4M3FNUZ",
-    "F8_E5M2FNUZ",
-    "I16",
-    "U16",
-    "F16",
-    "BF16",
-    "I32",
-    "U32",
-    "F32",
-    "C64",
-    "F64",
-    "I64",
-    "U64",
-)
 
 
 def parse_size(size: int | str) -> int:

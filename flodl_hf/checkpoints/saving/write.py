@@ -20,6 +20,7 @@ from torch import Tensor
 from flodl.errors import capped, printable
 from flodl.safetensors_header import name_fault
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPE_NAMES
+from flodl_hf.checkpoints.weights.checksums import compare_files
 from flodl_hf.errors import ExportError
 
 _CHUNK = 16 << 20
@@ -133,20 +134,8 @@ def verify_files(folder: str | os.PathLike[str], files: Iterable[WrittenFile]) -
     Raises:
         ExportError: files that are missing or differ, all listed.
     """
-    problems: list[str] = []
-    for written in files:
-        place = Path(folder) / written.name
-        try:
-            size = place.stat().st_size
-            with open(place, "rb", buffering=0) as file:
-                digest = hashlib.file_digest(file, "sha256")
-        except OSError as error:
-            problems.append(f"{written.name}: {error.strerror}")
-            continue
-        if size != written.size:
-            problems.append(f"{written.name}: {size:,} bytes, {written.size:,} were written")
-        elif digest.hexdigest() != written.sha256:
-            problems.append(f"{written.name}: SHA-256 {digest.hexdigest()}, {written.sha256} was written")
+    listed = {written.name: (written.size, written.sha256) for written in files}
+    problems = [str(state) for state in compare_files(Path(folder), listed, "the writer").faults]
     if problems:
         raise ExportError(
             f"{folder}: verification failed after writing: {len(problems)} files differ:\n{capped(problems)}\n"

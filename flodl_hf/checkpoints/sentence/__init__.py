@@ -1,7 +1,6 @@
 """Models of sentence-transformers: settings of their folders in addition to the encoder.
 
 recipe       pooling, dense layers, prompts and normalisation, read and written
-dense        the dense layers
 sparse       sparse vectors (SPLADE)
 multivector  a vector for each token (ColBERT)
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,33 @@ def module_files(
     """Return the files of a module as sentence-transformers reads them."""
     from safetensors.torch import save
 
-    found = {f"{part}/{name}": (json.dumps(dict(settings), indent=2) + "\n").encode()}
+    found = {f"{part}/{name}": json_bytes(dict(settings))}
     if tensors:
         stored = {key: tensor.contiguous() for key, tensor in tensors.items()}
         found[f"{part}/model.safetensors"] = save(stored, {"format": "pt"})
     return found
+
+
+def folder_files(
+    modules: Sequence[tuple[str, str]], settings: Mapping[str, Any], bounds: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """Return the small files at the root of a folder of sentence-transformers.
+
+    Args:
+        modules: type and folder of each module.
+        settings: of ``config_sentence_transformers.json``; empty for none.
+        bounds: of ``sentence_bert_config.json``; empty for none.
+    """
+    listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(modules)]
+    said = {
+        "modules.json": listed, "config_sentence_transformers.json": settings, "sentence_bert_config.json": bounds,
+    }  # fmt: skip
+    return {name: json_bytes(value) for name, value in said.items() if value}
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return a value as the text of a JSON file."""
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def refuse_setting(where: Path, key: str, value: Any, expected: str) -> ConfigError:

@@ -6,7 +6,6 @@ by their vectors (late interaction) is `flodl_hf.inference.similarity.max_sim`.
 
 from __future__ import annotations
 
-import json
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor
 
 from flodl.errors import ConfigError, printable, shown
-from flodl_hf.checkpoints.sentence.dense import Dense, dense_files
+from flodl_hf.checkpoints.sentence.module_files import bytes_of, folder_files, refuse_setting, settings_in, wrong
+from flodl_hf.checkpoints.sentence.steps import Dense
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
-from flodl_hf.checkpoints.weights.restricted_unpickler.shard import read_bin
 from flodl_hf.errors import PredictError
 
 PYLATE_DENSE = "pylate.models.Dense.Dense"
@@ -88,40 +87,27 @@ class MultiVectorConfig:
         return torch.nn.functional.normalize(states.float(), dim=-1)
 
 
-def _length(said: Mapping[str, Any], key: str, usual: int, where: str) -> int:
+def _length(said: Mapping[str, Any], key: str, usual: int, where: Path) -> int:
     value = said.get(key, usual)
     if type(value) is not int or not 3 < value <= 1_000_000:
-        raise ConfigError(
-            f"{where}: {key} is {shown(value, 60)}; expected an integer from 4. Correct it.",
-            where=where,
-            problems=[key],
-        )
+        raise wrong(where, f"{key} is {shown(value, 60)}", "an integer from 4")
     return value
 
 
-def _marker(said: Mapping[str, Any], key: str, usual: str, where: str) -> str | None:
+def _marker(said: Mapping[str, Any], key: str, usual: str, where: Path) -> str | None:
     """Return the token that marks texts; None if the file disables it."""
-    return None if said.get(key, usual) in (None, "") else _text(said, key, usual, where)
+    value = said.get(key, usual)
+    if not isinstance(value, str | None):
+        raise wrong(where, f"{key} is {shown(value, 60)}", "a token")
+    return value or None
 
 
-def _prompt(prompts: Any, kind: str, where: str) -> str:
+def _prompt(prompts: Any, kind: str, where: Path) -> str:
     """Return the prompt that follows the marker of queries or documents."""
     found = prompts.get(kind) if isinstance(prompts, dict) else prompts
     if not isinstance(found, str | None):
-        raise ConfigError(
-            f"{where}: prompts is {shown(prompts, 60)}; expected a table of texts. Correct it.", where=where,
-            problems=["prompts"],
-        )  # fmt: skip
+        raise wrong(where, f"prompts is {shown(prompts, 60)}", "a table of texts")
     return found or ""
-
-
-def _text(said: Mapping[str, Any], key: str, usual: str, where: str) -> str:
-    value = said.get(key, usual)
-    if not isinstance(value, str) or not value:
-        raise ConfigError(
-            f"{where}: {key} is {shown(value, 60)}; expected a token. Correct it.", where=where, problems=[key]
-        )
-    return value
 
 
 def colbert_recipe(folder: Path) -> tuple[MultiVectorConfig, dict[str, bytes]]:
@@ -131,42 +117,33 @@ def colbert_recipe(folder: Path) -> tuple[MultiVectorConfig, dict[str, bytes]]:
         ConfigError: ``artifact.metadata`` is damaged, or the projection is missing.
     """
     name = "artifact.metadata"
-    where, said, files = str(folder / name), {}, {}
+    where, said, files = folder / name, {}, {}
     if is_entry(folder, name):
-        files[name] = read_member(folder, name, 1_000_000, ConfigError)
-        try:
-            said = json.loads(files[name])
-        except (ValueError, RecursionError):
-            said = None
-        if not isinstance(said, dict):
-            raise ConfigError(f"{where}: expected a JSON object with settings. Fetch the file again.", where=where)
+        said, files = settings_in(folder, name), {name: bytes_of(folder, name)}
     if said.get("similarity", "cosine") != "cosine":
-        raise ConfigError(
-            f"{where}: similarity is {shown(said['similarity'], 40)}; expected 'cosine'",
-            where=where,
-            problems=["similarity"],
-        )
+        raise refuse_setting(where, "similarity", said["similarity"], "cosine")
+    usual = {"query_token_id": "[unused0]", "doc_token_id": "[unused1]"}
+    markers = [_marker(said, key, token, where) for key, token in usual.items()]
+    if None in markers:
+        raise wrong(where, "found no token for queries or for documents", " and ".join(usual))
     with Checkpoint.open(folder) as held:
         stored = [key for key in held.manifest.tensors if key in ("linear.weight", "module.linear.weight")]
         if not stored:
-            raise ConfigError(
-                f"{folder}: no linear.weight, ColBERT's projection; fetch the weights again", where=str(folder)
-            )
-        weight = held.read(stored[0]).float()
+            raise wrong(folder, "no linear.weight, ColBERT's projection", "the weights of a ColBERT")
+        weight = held.read_all(stored[:1])[stored[0]].float()
     skipped = tuple(string.punctuation) if said.get("mask_punctuation", True) else ()
     return MultiVectorConfig(
         (Dense(weight),),
-        _text(said, "query_token_id", "[unused0]", where),
-        _text(said, "doc_token_id", "[unused1]", where),
-        _length(said, "query_maxlen", 32, where),
-        _length(said, "doc_maxlen", 220, where),
+        *markers,
+        query_length=_length(said, "query_maxlen", 32, where),
+        document_length=_length(said, "doc_maxlen", 220, where),
         expanded=True,
         attended=said.get("attend_to_mask_tokens") is True,
         skipped=skipped,
     ), files
 
 
-def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: str) -> MultiVectorConfig:
+def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: Path) -> MultiVectorConfig:
     """Return the recipe in PyLate's ``config_sentence_transformers.json``.
 
     Raises:
@@ -174,7 +151,7 @@ def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: 
     """
     skipped = said.get("skiplist_words", list(string.punctuation))
     if not isinstance(skipped, list) or not all(isinstance(word, str) for word in skipped):
-        raise ConfigError(f"{where}: skiplist_words is {shown(skipped, 60)}; expected a list of words", where=where)
+        raise wrong(where, f"skiplist_words is {shown(skipped, 60)}", "a list of words")
     prompts = said.get("prompts") or {}
     return MultiVectorConfig(
         tuple(projections),
@@ -195,7 +172,7 @@ def multivector_recipe(
     transformer: Mapping[str, Any],
     mask: Mapping[str, Any],
     projections: Sequence[Dense],
-    where: str,
+    where: Path,
 ) -> MultiVectorConfig:
     """Return the recipe of a folder of sentence-transformers' MultiVectorEncoder.
 
@@ -211,7 +188,7 @@ def multivector_recipe(
     """
     expansion, prompts = transformer.get("query_expansion"), said.get("prompts") or {}
     skipped = mask.get("skiplist_words") or []
-    wrong = {
+    faults = {
         "query_expansion": expansion is not None
         and not (isinstance(expansion, dict) and expansion.get("strategy") == "fixed" and not expansion.get("token")),
         "skiplist_words": not isinstance(skipped, list) or not all(isinstance(word, str) for word in skipped),
@@ -220,13 +197,13 @@ def multivector_recipe(
         "prompts": not isinstance(prompts, dict),
         "similarity_fn_name": said.get("similarity_fn_name") not in (None, "maxsim", "MaxSim"),
     }
-    problems = [name for name, is_wrong in wrong.items() if is_wrong]
+    problems = [name for name, is_wrong in faults.items() if is_wrong]
     if problems:
         found = {**said, **transformer, **mask}
         raise ConfigError(
             f"{where}: {', '.join(f'{name} is {shown(found.get(name), 60)}' for name in problems)}; expected queries "
             "filled up with mask tokens to one length or unexpanded, and skipped words in documents only",
-            where=where,
+            where=str(where),
             problems=problems,
         )
     lengths = {name: _length(transformer, name, 32, where) for name in ("query_length", "document_length")
@@ -253,9 +230,8 @@ def pylate_files(late: MultiVectorConfig) -> dict[str, bytes]:
         late: the recipe; its projections are `Dense`.
     """
     layers = [layer for layer in late.projections if isinstance(layer, Dense)]
-    kinds = [("", "sentence_transformers.models.Transformer")]
-    kinds += [(f"{place}_Dense", PYLATE_DENSE) for place in range(1, len(layers) + 1)]
-    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds)]
+    kinds = [("sentence_transformers.models.Transformer", "")]
+    kinds += [(PYLATE_DENSE, f"{place}_Dense") for place in range(1, len(layers) + 1)]
     said = {
         "model_type": "ColBERT",
         "prompts": {},
@@ -269,15 +245,11 @@ def pylate_files(late: MultiVectorConfig) -> dict[str, bytes]:
         "attend_to_expansion_tokens": late.attended,
         "skiplist_words": list(late.skipped),
     }
-    files = {
-        "modules.json": modules,
-        "config_sentence_transformers.json": said,
-        "sentence_bert_config.json": {"max_seq_length": late.document_length, "do_lower_case": False},
-    }
-    found = {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}
-    for place, layer in enumerate(layers, 1):
-        found |= dense_files(f"{place}_Dense", layer)
-    return found
+    bounds = {"max_seq_length": late.document_length, "do_lower_case": False}
+    files = folder_files(kinds, said, bounds)
+    for (_, part), layer in zip(kinds[1:], layers, strict=True):
+        files |= layer.files(part)
+    return files
 
 
 def m3_layer(root: Path, name: str) -> tuple[Dense, bytes]:
@@ -287,13 +259,11 @@ def m3_layer(root: Path, name: str) -> tuple[Dense, bytes]:
         ConfigError: it contains no layer.
         CheckpointError: it is damaged.
     """
-    values = read_bin(root / name)
+    with Checkpoint.open(root, named=name) as held:
+        values = held.read_all()
     weight, bias = values.pop("weight", None), values.pop("bias", None)
     if weight is None or weight.dim() != 2 or values:
-        raise ConfigError(
-            f"{root / name}: found tensors {shown(sorted(values), 60)}; expected weight and bias. Fetch it again.",
-            where=str(root / name),
-        )
+        raise wrong(root / name, f"found tensors {shown(sorted(values), 60)}", "weight and bias")
     return Dense(weight.float(), None if bias is None else bias.float()), read_member(root, name, 1 << 30)
 
 

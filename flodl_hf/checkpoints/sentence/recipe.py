@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import nearest, printable, shown
-from flodl_hf.checkpoints.config.labels import stored_activation
-from flodl_hf.checkpoints.sentence.dense import Dense
+from flodl_hf.checkpoints.config.file import stored_activation
 from flodl_hf.checkpoints.sentence.module_files import (
     bytes_of,
     place_in,
@@ -32,6 +31,7 @@ from flodl_hf.checkpoints.sentence.sparse import SpladePooling
 from flodl_hf.checkpoints.sentence.steps import (
     STEPS,
     Convolutions,
+    Dense,
     LayerWeights,
     Scaled,
     Step,
@@ -339,9 +339,9 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
     projections = [step for step in behind if isinstance(step, Dense)]
     tokens = None
     if "MultiVectorMask" in kinds:
-        tokens = multivector_recipe(said, stated, mask, projections, str(root))
+        tokens = multivector_recipe(said, stated, mask, projections, root)
     elif late:
-        tokens = pylate_recipe(said, projections, str(root / said_in))
+        tokens = pylate_recipe(said, projections, root / said_in)
     elif behind and "Pooling" not in kinds and not settings.pooler:
         raise wrong(root / "modules.json", f"found {behind[0].kind} without a pooling", "a Pooling before it")
     if tokens is not None:

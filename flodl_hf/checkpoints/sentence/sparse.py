@@ -5,7 +5,6 @@ Decides what such vectors are, how they are compared and joined; how they are co
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flodl_hf.checkpoints.sentence.module_files import folder_files, json_bytes
 from flodl_hf.errors import PredictError
 
 
@@ -153,15 +153,11 @@ def splade_files(
         settings: further contents of ``config_sentence_transformers.json``: prompts, ``max_active_dims``.
     """
     prefix = "sentence_transformers.sparse_encoder.models."
-    names = (("", "MLMTransformer"), ("1_SpladePooling", "SpladePooling"))
-    modules = [{"idx": i, "name": str(i), "path": path, "type": prefix + kind} for i, (path, kind) in enumerate(names)]
     said = {"model_type": "SparseEncoder", "prompts": {"query": "", "document": ""}, "default_prompt_name": None}
-    files: dict[str, Any] = {
-        "modules.json": modules,
-        "1_SpladePooling/config.json": {
-            "pooling_strategy": pooling.strategy, "activation_function": pooling.activation,
-        },
-        "config_sentence_transformers.json": said | {"similarity_fn_name": "dot"} | dict(settings or {}),
-        "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
-    }  # fmt: skip
-    return {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in files.items()}
+    files = folder_files(
+        [(f"{prefix}MLMTransformer", ""), (f"{prefix}SpladePooling", "1_SpladePooling")],
+        said | {"similarity_fn_name": "dot"} | dict(settings or {}),
+        {"max_seq_length": max_tokens, "do_lower_case": False},
+    )
+    own = {"pooling_strategy": pooling.strategy, "activation_function": pooling.activation}
+    return files | {"1_SpladePooling/config.json": json_bytes(own)}

@@ -1,6 +1,7 @@
-"""Modules of sentence-transformers that transform token or text vectors in sequence, other than dense layers.
+"""Modules of sentence-transformers that transform token or text vectors in sequence.
 
-Each is computed in float32, read without pickle and written back.
+Each is computed in float32, read without pickle and written back. A dense layer follows a pooling and changes the
+vector of a text (LaBSE, GTR), or it follows the transformer and changes the vector of each token (ColBERT).
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.checkpoints.sentence.dense import read_dense
+from flodl.errors import printable
+from flodl_hf.checkpoints.config.file import ACTIVATIONS, activate, activation_at
 from flodl_hf.checkpoints.sentence.module_files import (
     bytes_of,
     module_files,
@@ -34,40 +36,34 @@ _CNN = "cnn_config.json"
 _EMBEDDINGS = "token_embeddings"
 
 
-class Step(Protocol):
-    """A function of vectors."""
+class Step:
+    """A function of vectors.
 
-    @property
-    def kind(self) -> str:
-        """The module's class."""
-        ...
+    Attributes:
+        kind: the module's class.
+        of_tokens: whether the module changes token vectors rather than text vectors.
+        size: number of features of the output; None if equal to the input's.
+    """
 
-    @property
-    def of_tokens(self) -> bool:
-        """Whether the module changes token vectors rather than text vectors."""
-        ...
-
-    @property
-    def size(self) -> int | None:
-        """Number of features of the output; None if equal to the input's."""
-        ...
+    kind: str
+    of_tokens: Any = False
+    size: Any = None
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return ``(..., out)`` for ``(..., in)``; for tokens, the vectors of one text, ``(tokens, in)``."""
-        ...
+        return values
 
     def files(self, part: str) -> dict[str, bytes]:
         """Return the files of the module in this folder."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled:
+class Scaled(Step):
     """Vectors scaled to length 1 (Normalize)."""
 
     of_tokens: bool = False
     kind = "Normalize"
-    size = None
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return vectors of length 1."""
@@ -80,7 +76,7 @@ class Scaled:
 
 
 @dataclass(frozen=True, eq=False)
-class Dropped:
+class Dropped(Step):
     """Dropout, which changes nothing outside of training.
 
     Args:
@@ -88,13 +84,7 @@ class Dropped:
     """
 
     settings: Mapping[str, Any]
-    of_tokens = False
     kind = "Dropout"
-    size = None
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return the vectors as they are."""
-        return values
 
     def files(self, part: str) -> dict[str, bytes]:
         """Return the files of the module in this folder."""
@@ -102,7 +92,7 @@ class Dropped:
 
 
 @dataclass(frozen=True, eq=False)
-class Normed:
+class Normed(Step):
     """Vectors after a layer norm.
 
     Args:
@@ -112,7 +102,6 @@ class Normed:
 
     weight: Tensor
     bias: Tensor
-    of_tokens = False
     kind = "LayerNorm"
 
     @property
@@ -131,7 +120,7 @@ class Normed:
 
 
 @dataclass(frozen=True, eq=False)
-class Convolutions:
+class Convolutions(Step):
     """Convolutions of several widths over the tokens of a text, with concatenated results.
 
     As in sentence-transformers, the convolutions also read the padding after shorter texts of a batch.
@@ -268,3 +257,111 @@ def read_layer_weights(root: Path, path: object) -> tuple[LayerWeights, dict[str
         expected = f"layer_weights for the hidden states {start} to {layers}"
         raise wrong_tensors(root / part / "config.json", tensors, expected)
     return LayerWeights(weights.float(), start, settings), files
+
+
+_KEYS = (
+    "in_features", "out_features", "bias", "activation_function", "module_input_name", "module_output_name",
+    "use_residual",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Step):
+    """A projection with an activation.
+
+    Args:
+        weight: ``(out, in)``, float32.
+        bias: ``(out,)``, or None.
+        activation: the name of torch's class.
+        source: settings in the `config.json` of its folder, to be written back.
+        residual: the input is added to the output.
+        shortcut: ``(out, in)``, a matrix applied to the input before it is added; None adds the input unchanged.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    activation: str = "Identity"
+    source: Mapping[str, Any] | None = None
+    residual: bool = False
+    shortcut: Tensor | None = None
+    kind = "Dense"
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return ``(..., out)`` of ``(..., in)``, in float32."""
+        found = dense(values, self.weight, self.bias, self.activation)
+        if not self.residual:
+            return found
+        values = values.float()
+        return found + (values if self.shortcut is None else F.linear(values, self.shortcut.to(values.device)))
+
+    @property
+    def size(self) -> int:
+        """Number of features of the output."""
+        return len(self.weight) // (2 if self.activation == "GLU" else 1)
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether the layer changes token vectors rather than text vectors."""
+        return (self.source or {}).get("module_input_name") == "token_embeddings"
+
+    @property
+    def of_scores(self) -> bool:
+        """Whether the layer makes the scores of a cross-encoder."""
+        return (self.source or {}).get("module_output_name") == "scores"
+
+    def files(self, part: str) -> dict[str, bytes]:
+        """Return the files of the layer in this folder, as sentence-transformers reads them."""
+        rows, columns = self.weight.shape
+        settings = dict(self.source or {}) | {
+            "in_features": columns,
+            "out_features": rows,
+            "bias": self.bias is not None,
+        }
+        where = "linear" if self.activation == "Identity" else "activation"
+        settings["activation_function"] = f"torch.nn.modules.{where}.{self.activation}"
+        tensors = {"linear.weight": self.weight, "linear.bias": self.bias, "residual.weight": self.shortcut}
+        return module_files(part, settings, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def dense(values: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """Return ``(..., out)`` of ``(..., in)``, in float32, where the values are."""
+    place = values.device
+    found = F.linear(values.float(), weight.to(place), None if bias is None else bias.to(place))
+    return activate(activation, found)
+
+
+def read_dense(root: Path, part: str) -> tuple[Dense, dict[str, bytes]]:
+    """Return the layer in a folder below ``root``, and its files by relative names.
+
+    Raises:
+        ConfigError: its configuration is damaged, or has a setting that is not supported.
+        CheckpointError: its weights are damaged.
+    """
+    settings, tensors, files = read_module(root, part, _KEYS)
+    path = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = activation_at(path)
+    where = root / part / "config.json"
+    if activation is None:
+        expected = f"a class of torch.nn without settings: {', '.join(ACTIVATIONS)}"
+        raise refuse_setting(where, "activation_function", path, expected)
+    names = (settings.get("module_input_name") or "sentence_embedding", settings.get("module_output_name"))
+    known = ("sentence_embedding", "token_embeddings")
+    if names[0] not in known or names[1] not in (None, names[0], "scores"):
+        key = "module_output_name" if names[0] in known else "module_input_name"
+        raise refuse_setting(where, key, settings.get(key), "sentence_embedding, token_embeddings, or scores as output")
+    found = {key.removeprefix("linear."): value.float() for key, value in tensors.items()}
+    weight, bias, shortcut = (found.pop(name, None) for name in ("weight", "bias", "residual.weight"))
+    residual = settings.get("use_residual") is True
+    sizes = (settings.get("out_features"), settings.get("in_features"))
+    if weight is None or weight.dim() != 2 or found or not _fits(weight, sizes, shortcut, residual=residual):
+        expected = f"linear.weight for sizes {printable(str(sizes[1]))} to {printable(str(sizes[0]))}"
+        raise wrong_tensors(where, tensors, expected + ", linear.bias or none, and residual.weight where it is used")
+    return Dense(weight, bias, activation, settings, residual, shortcut), files
+
+
+def _fits(weight: Tensor, sizes: tuple[Any, Any], shortcut: Tensor | None, *, residual: bool) -> bool:
+    """Return whether tensor sizes match the settings, and a residual's input matches its output."""
+    rows, columns = weight.shape
+    needed = residual and rows != columns
+    stated = all(size in (None, n) for size, n in zip(sizes, weight.shape, strict=True))
+    return stated and needed == (shortcut is not None) and (shortcut is None or shortcut.shape == weight.shape)

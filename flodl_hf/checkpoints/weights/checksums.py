@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from flodl.errors import CheckpointError, capped, printable
 from flodl.files import SEAL, seal, unseal
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, is_entry, plain_name_fault, read_member
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, inside, is_entry, plain_name_fault, read_member
 
 CHECKSUMS = "checksums.json"
 RECEIPT = "verification.json"
@@ -291,20 +291,15 @@ def _digest(place: Path, name: str, digest: Any, seen: dict[str, os.stat_result]
         CheckpointError: the file cannot be opened or read, or is outside the folder.
     """
     inner, _, leaf = name.rpartition("/")
-    below = place / inner
-    if inner and not below.resolve().is_relative_to(place.resolve()):
-        raise CheckpointError(f"{below}: leads out of the folder", path=str(below), problems=["a link"])
-    folder, size = Folder(below), 0
+    below = inside(place, inner)
+    size = 0
     try:
-        descriptor = folder.open(leaf)
-        try:
+        with Folder(below) as folder, os.fdopen(folder.open(leaf), "rb", buffering=0) as file:
             if seen is not None:
-                seen[name] = os.fstat(descriptor)
-            while block := os.read(descriptor, _BLOCK):
+                seen[name] = os.fstat(file.fileno())
+            while block := file.read(_BLOCK):
                 digest.update(block)
                 size += len(block)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         where = str(place / name)
         raise CheckpointError(
@@ -312,8 +307,6 @@ def _digest(place: Path, name: str, digest: Any, seen: dict[str, os.stat_result]
             path=where,
             problems=[str(error)],
         ) from error
-    finally:
-        folder.close()
     return size, digest.hexdigest()
 
 

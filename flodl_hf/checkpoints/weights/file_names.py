@@ -24,6 +24,14 @@ VOCABULARY_FILES = (
     "sentencepiece.model",
     "tokenizer.model",
 )
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "bpe.codes",
+)
 BIN_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 BOUNDS = tuple(
     f"sentence_{family}_config.json"
@@ -50,12 +58,7 @@ RECIPE_FILES = (
 )
 """Files that define how states become vectors."""
 MODEL_FILES = (
-    *VOCABULARY_FILES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "bpe.codes",
+    *TOKENIZER_FILES,
     CONFIG_NAME,
     "model.safetensors",  # for the weights in whatever parts they come, pickled ones where there are no others
     "checksums.json",

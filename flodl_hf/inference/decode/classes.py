@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flodl.errors import ConfigError, printable
-from flodl_hf.checkpoints.config.labels import ACTIVATIONS, activate, activation_at
+from flodl_hf.checkpoints.config.file import ACTIVATIONS, activate, activation_at
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.rows import Record, as_tensor, build_records
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
 
 Activation: TypeAlias = str
-"""``"softmax"``, ``"sigmoid"``, ``"none"``, or a name in `flodl_hf.checkpoints.config.labels.ACTIVATIONS`."""
+"""``"softmax"``, ``"sigmoid"``, ``"none"``, or a name in `flodl_hf.checkpoints.config.file.ACTIVATIONS`."""
 
 _FUNCTIONS = ("softmax", "sigmoid", "none")
 

@@ -28,8 +28,8 @@ from flodl_hf.nn.layout.layouts import Padded
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
+    from flodl_hf.checkpoints.weights.load_report import Source
     from flodl_hf.checkpoints.weights.on_disk import OnDisk
-    from flodl_hf.checkpoints.weights.source import Source
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
 
@@ -236,7 +236,7 @@ class GraphModel(nn.Module):
         """
         check_implementation(implementation)
         for module in self.modules():
-            if hasattr(module, "implementation"):
+            if module is not self and hasattr(module, "implementation"):
                 module.implementation = implementation  # type: ignore[assignment]
         return self
 

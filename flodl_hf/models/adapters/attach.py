@@ -17,7 +17,6 @@ from flodl.errors import ConfigError, nearest
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.inference.graph_model.model import GraphModel
 from flodl_hf.models.adapters.settings import Settings
-from flodl_hf.models.adapters.targets import Site
 from flodl_hf.nn.adapter_layers.lora import AdaptedLinear, LoraPart
 from flodl_hf.nn.adapter_layers.prompts import PromptedEmbedding, PromptPart
 from flodl_hf.nn.adapter_layers.scaled import ScaledLinear, ScalePart
@@ -37,6 +36,30 @@ KINDS: Mapping[type[nn.Module], Any] = {
     ShiftPart: ShiftedPositions,
 }
 """The module class that replaces a module, by kind of part."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A projection or embedding table of transformers' model, and our modules that it contains.
+
+    Attributes:
+        theirs: the module's path in transformers' model.
+        paths: our paths; several if one matrix contains several projections.
+        marks: the slice of the matrix for each path, as in a key row; empty for the whole matrix.
+        bias_apart: whether transformers adds the bias outside the module, so that scales do not apply to it.
+        is_table: whether it is an embedding table.
+    """
+
+    theirs: str
+    paths: tuple[str, ...]
+    marks: tuple[str, ...] = ()
+    bias_apart: bool = False
+    is_table: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All paths."""
+        return (self.theirs, *self.paths)
 
 
 @dataclass

@@ -7,7 +7,6 @@ omit. Every fault is found before the model is changed, and all are reported tog
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,18 +19,24 @@ from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES, read_json
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.hub.folders import resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import read_recipe
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, is_entry, read_member
-from flodl_hf.checkpoints.weights.checkpoint.shard import SafetensorsShard, Shard
+from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
 from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG as CONFIG
 from flodl_hf.checkpoints.weights.file_names import BASE_OF_ADAPTER, RECIPE_FILES
 from flodl_hf.checkpoints.weights.loading import head_of
 from flodl_hf.families.schema import Family
 from flodl_hf.inference.graph_model.model import GraphModel
-from flodl_hf.models.adapters.attach import Adapter, Part
-from flodl_hf.models.adapters.fresh import check_places, prefix_parts
+from flodl_hf.models.adapters.attach import Adapter, Part, Site
+from flodl_hf.models.adapters.fresh import (
+    Names,
+    check_places,
+    check_tables,
+    prefix_parts,
+    sites_of,
+    tables_of_tokens,
+)
 from flodl_hf.models.adapters.peft_file import of_pattern, read_settings, targeted, task_of
 from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
-from flodl_hf.models.adapters.targets import Names, Site, check_tables, sites_of, tables_of_tokens
 from flodl_hf.nn.adapter_layers.lora import LoraPart
 from flodl_hf.nn.adapter_layers.prompts import WORDS, PromptPart
 from flodl_hf.nn.adapter_layers.scaled import ScalePart
@@ -445,27 +450,12 @@ def _head(values: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    with ExitStack() as stack:
-        folder = Folder(path)
-        stack.callback(folder.close)
-        name = next((name for name in (WEIGHTS, BIN) if folder.has(name)), None)
-        if name is None:
-            raise CheckpointError(
-                f"{path}: {WEIGHTS} is missing; expected it next to {CONFIG}. Fetch the folder again.",
-                path=str(path),
-                problems=[WEIGHTS],
-            )
-        shard = _shard(folder, name, path)
-        stack.callback(shard.close)
-        shard.parse()
-        names = list(shard.entries)
-        return dict(zip(names, shard.read(names), strict=True))
-
-
-def _shard(folder: Folder, name: str, path: Path) -> Shard:
-    descriptor, where = folder.open(name), str(path / name)
-    if name == WEIGHTS:
-        return SafetensorsShard(descriptor, name, where)
-    from flodl_hf.checkpoints.weights.restricted_unpickler.shard import BinShard
-
-    return BinShard(descriptor, name, where)
+    name = next((name for name in (WEIGHTS, BIN) if is_entry(path, name)), None)
+    if name is None:
+        raise CheckpointError(
+            f"{path}: {WEIGHTS} is missing; expected it next to {CONFIG}. Fetch the folder again.",
+            path=str(path),
+            problems=[WEIGHTS],
+        )
+    with Checkpoint.open(path, named=name) as opened:
+        return opened.read_all()

@@ -16,11 +16,11 @@ from flodl_hf.checkpoints.sentence.multivector import pylate_files
 from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG as CONFIG
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.graph_model.model import GraphModel
-from flodl_hf.models.adapters.attach import Adapter, adapters_of
+from flodl_hf.models.adapters.attach import Adapter, Site, adapters_of
 from flodl_hf.models.adapters.folder import HEAD, VIRTUAL, WEIGHTS, prefix_of
+from flodl_hf.models.adapters.fresh import Names
 from flodl_hf.models.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
 from flodl_hf.models.adapters.settings import IA3, Prefix, Prompt
-from flodl_hf.models.adapters.targets import Names, Site
 from flodl_hf.models.saving import Contents, model_contents, write_contents
 from flodl_hf.nn.adapter_layers.lora import LoraPart
 from flodl_hf.nn.adapter_layers.prompts import WORDS, PromptPart

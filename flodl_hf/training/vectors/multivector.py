@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError
-from flodl_hf.checkpoints.sentence.dense import Dense, dense, dense_files
 from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig, marker_id, pylate_files
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
+from flodl_hf.checkpoints.sentence.steps import Dense, dense
 from flodl_hf.inference.similarity import max_sim
 from flodl_hf.training.evaluators import figures_of_found
 from flodl_hf.training.losses import make_loss, read_settings
@@ -197,7 +197,7 @@ def _projection_files(
         parts = [module["path"] for module in json.loads(files["modules.json"]) if module["type"].endswith(".Dense")]
         for part, layer in zip(parts, layers, strict=True):
             files = {name: data for name, data in files.items() if not name.startswith(f"{part}/")}
-            files |= dense_files(part, layer)
+            files |= layer.files(part)
         return files
     if any(name in carried for name in ("linear.weight", "module.linear.weight")):
         return files  # the class of ColBERT: the weight is part of the model's own tensors

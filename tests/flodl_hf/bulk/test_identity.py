@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from flodl_hf import encode_file, load, predict_file
-from flodl_hf.checkpoints.sentence.dense import Dense
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
-from flodl_hf.checkpoints.sentence.steps import LayerWeights, Scaled
+from flodl_hf.checkpoints.sentence.steps import Dense, LayerWeights, Scaled
 from flodl_hf.checkpoints.sentence.transformer_settings import TransformerSettings
 from flodl_hf.errors import PredictError
 from flodl_hf.inference import RunKeywords, RunOptions

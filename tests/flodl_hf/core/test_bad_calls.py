@@ -19,7 +19,7 @@ from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import HubError, PredictError, TokenizerError
 from flodl_hf.families.schema.tasks import HEADS
-from flodl_hf.models.attribute_hints import FAMILIAR, METHODS
+from flodl_hf.models.encoder_model import FAMILIAR, METHODS
 
 Maker = Callable[..., Any]
 Saved = Callable[..., Path]

@@ -243,7 +243,7 @@ def test_a_broken_folder_is_refused_whole(case: Case, saved: Saved, monkeypatch:
     folder = saved("bert", case.head)
     case.damage(folder)
     given: list[object] = []
-    monkeypatch.setattr("flodl_hf.models.filling.assign", lambda *a, **k: given.append(a))
+    monkeypatch.setattr("flodl_hf.models.building.assign", lambda *a, **k: given.append(a))
     with pytest.raises(FlodlError) as caught:
         head_named(case.head).model.from_pretrained(folder, **case.options)
     fault, text = caught.value, str(caught.value)

@@ -153,7 +153,7 @@ atexit.register(lambda: print(gc.get_freeze_count() > 100_000))
 from flodl_hf.checkpoints.weights import prefetch as early
 early.usable_cpus = lambda: 2
 seen = []
-from flodl_hf.checkpoints.weights.checkpoint import parallel_read as ahead
+from flodl_hf.checkpoints.weights import prefetch as ahead
 begun = ahead._Ahead.__init__
 ahead._Ahead.__init__ = lambda self, folder: (seen.append("torch" in sys.modules), begun(self, folder))[1]
 sys.argv = ["flodl-hf", "predict", {folder!r}, "a text", "--device", "cpu", "--json"]

@@ -396,8 +396,8 @@ def test_a_pair_that_is_cut_loses_of_its_longer_text_first(make: Maker) -> None:
 
 def test_dense_layers_are_batch_invariant(make: Maker) -> None:
     """The vector of a text by itself is that of the text among others, to the bit; products of rows are not."""
-    from flodl_hf.checkpoints.sentence.dense import Dense
     from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
+    from flodl_hf.checkpoints.sentence.steps import Dense
 
     model = make("bert", "base")
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ import pytest
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import load
 from flodl_hf.errors import TokenizerError
-from flodl_hf.models import filling
+from flodl_hf.models import building
 
 Saved = Callable[..., Path]
 # Tables that nobody knows are read by that code, maybe, and refused.
@@ -103,7 +103,7 @@ def test_no_thread_goes_on_after_a_refusal(folder: Path, monkeypatch: pytest.Mon
         time.sleep(0.05)
         return 0
 
-    monkeypatch.setattr(filling, "_largest_bits", slow)
+    monkeypatch.setattr(building, "_largest_bits", slow)
     (folder / "tokenizer.json").write_text("{[]}")
     with pytest.raises(TokenizerError, match="not valid JSON"):
         load(folder)

@@ -297,8 +297,8 @@ def test_a_table_of_which_no_batch_can_be_made_is_refused(data: Any, options: di
 def test_a_folder_with_further_modules_is_refused(base: Path) -> None:
     from dataclasses import replace
 
-    from flodl_hf.checkpoints.sentence.dense import Dense
     from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
+    from flodl_hf.checkpoints.sentence.steps import Dense
     from flodl_hf.heads.base import BaseModel
 
     model = BaseModel.from_pretrained(base)

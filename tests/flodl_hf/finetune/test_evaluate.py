@@ -16,7 +16,7 @@ from flodl.errors import ConfigError, DataError
 from flodl_hf import evaluate, finetune, load
 from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
-from flodl_hf.checkpoints.sentence.dense import Dense, dense_files
+from flodl_hf.checkpoints.sentence.steps import Dense
 from flodl_hf.cli.app import app
 from flodl_hf.errors import PredictError
 from flodl_hf.training import demo
@@ -169,7 +169,7 @@ def test_dense_layers_of_a_folder_are_part_of_its_embeddings(base: Path, tmp_pat
     folder = tmp_path / "dense"
     finetune(base, train=SCORED, task="embedding", max_steps=1, normalize=False, out=folder, progress=False)
     layer = Dense(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), None, "Tanh")
-    for name, data in dense_files("2_Dense", layer).items():
+    for name, data in layer.files("2_Dense").items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
     modules = json.loads((folder / "modules.json").read_text("utf-8"))

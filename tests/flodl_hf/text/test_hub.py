@@ -754,7 +754,7 @@ def test_a_damaged_file_of_the_cache_is_not_used_offline(hub: Hub, tmp_path: Pat
 
 
 def test_files_of_the_cache_are_read_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flodl_hf.checkpoints.hub import verified
+    from flodl_hf.checkpoints.hub import choosing as verified
 
     read: list[str] = []
     real = verified.digest_of

@@ -15,23 +15,23 @@ from torch import Tensor
 from weight_tables import same
 
 from flodl.errors import CheckpointError
-from flodl_hf.checkpoints.weights.checkpoint import parallel_read as ahead
+from flodl_hf.checkpoints.weights import prefetch as ahead
 from flodl_hf.checkpoints.weights.checkpoint import shard
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
-from flodl_hf.checkpoints.weights.checkpoint.parallel_read import prefetched
+from flodl_hf.checkpoints.weights.prefetch import prefetched
 
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return how many tensors were read when they were asked for."""
     counts: list[int] = []
-    plain = shard.read_extents_into
+    plain = shard.fill
 
-    def counting(descriptor: int, where: str, extents: Any, tensors: Any) -> None:
+    def counting(descriptor: int, where: str, extents: Any, views: Any) -> None:
         counts.append(len(extents))
-        plain(descriptor, where, extents, tensors)
+        plain(descriptor, where, extents, views)
 
-    monkeypatch.setattr(shard, "read_extents_into", counting)
+    monkeypatch.setattr(shard, "fill", counting)
     return counts
 
 
@@ -78,7 +78,7 @@ def test_a_file_that_changed_since_is_read_again(
         assert sum(copied) == len(tensors)
         last = list(found)[-1]
         with Checkpoint.open(single) as source:
-            assert same(found[last], source.read(last))
+            assert same(found[last], source.read_all([last])[last])
 
 
 @pytest.mark.parametrize("fault", ["header", "cut", "huge", "link", "absent", "pipe"])
@@ -127,7 +127,7 @@ PROGRAM = """
 import sys, json
 import flodl_hf
 from flodl_hf import AutoModelForSequenceClassification, load
-from flodl_hf.checkpoints.weights.checkpoint import parallel_read as ahead
+from flodl_hf.checkpoints.weights import prefetch as ahead
 before = sorted({{"torch", "numpy"}} & set(sys.modules))
 from flodl_hf.checkpoints.weights import prefetch as early
 early.usable_cpus = lambda: 2

@@ -5,7 +5,6 @@ tensors are required, and `flodl_hf.checkpoints.saving` writes folders.
 
     safe_open      which files of a folder may be opened, and how
     manifest       contents of the files: names, dtypes, shapes, metadata; the index of several files
-    parallel_read  bytes of a file into memory, also while torch is imported
     shard          one file: bytes into tensors, copied or mapped
-    folder         `Checkpoint`, all of them together, and tensors onto the parameters of a model
+    folder         `Checkpoint`: the tensors of all files
 """

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Literal
 
-import torch
 from torch import Tensor
 
 from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.checkpoints.weights.checkpoint.manifest import (
-    DTYPE_NAMES,
-    DTYPES,
     INDEX_LIMIT,
     Layout,
     ShardIndex,
@@ -35,6 +31,7 @@ SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 BIN = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
+_BIN_ENDS = (".bin", ".pt")
 
 
 class Checkpoint:
@@ -58,8 +55,7 @@ class Checkpoint:
         cls,
         folder: str | os.PathLike[str],
         *,
-        allow_pickle_free_bin: bool = True,
-        layout: Literal["safetensors", "safetensors-index", "bin"] | None = None,
+        bin_only: bool = False,
         named: str | None = None,
     ) -> Checkpoint:
         """Return the checkpoint in ``folder``, its headers read and checked.
@@ -71,11 +67,9 @@ class Checkpoint:
         Args:
             folder: contains ``model.safetensors``, or ``model.safetensors.index.json`` and its shards, or the
                 same with ``pytorch_model.bin``.
-            allow_pickle_free_bin: read ``.bin`` files, by a reader that executes nothing; otherwise they are
-                refused.
-            layout: take this layout where several are present.
-            named: the file to read in place of the usual ones: a ``.safetensors`` file, or an index whose name ends
-                in ``.index.json``, in the folder or in one below it.
+            bin_only: read ``.bin`` files although safetensors files may be present.
+            named: the file to read in place of the usual ones, in the folder or in one below it: a file of weights, or
+                an index whose name ends in ``.index.json``.
 
         Raises:
             UnsafeFileError: the index or a link points outside the folder, or a ``.bin`` file contains more than
@@ -87,7 +81,7 @@ class Checkpoint:
             opened = Folder(inside(folder, inner) if inner else folder)
             stack.callback(opened.close)
             if not leaf:
-                chosen, passed_over = _choose(opened, layout, allow_pickle_free_bin)
+                chosen, passed_over = _choose(opened, bin_only=bin_only)
             else:
                 chosen = _index_in(opened, leaf, SAFETENSORS) if leaf.endswith(".index.json") else leaf
                 passed_over = ""
@@ -103,7 +97,24 @@ class Checkpoint:
                         raise
                     passed_over = _passed_over(index.files[0], f"{index.name}, which lists other tensors")
                     index = None
-            manifest = _manifest(opened, shards, index, passed_over)
+            is_bin = any(file.endswith(_BIN_ENDS) for file in shards)
+            layout: Layout = ("bin-sharded" if is_bin else "sharded") if index else ("bin" if is_bin else "single")
+            manifest = SourceManifest(
+                folder=opened.path,
+                layout=layout,
+                files=tuple(shard.file for shard in shards.values()),
+                tensors={
+                    name: StoredTensor(name, dtype, shape, file)
+                    for file, shard in shards.items()
+                    for name, (dtype, shape) in shard.entries.items()
+                },
+                metadata={file: dict(shard.metadata) for file, shard in shards.items()},
+                index_name=index.name if index else None,
+                index_text=index.text if index else None,
+                index_metadata=dict(index.metadata) if index else {},
+                ties={name: kept for shard in shards.values() for name, kept in shard.ties.items()},
+                passed_over=passed_over,
+            )
             return cls(manifest, shards, stack.pop_all())
 
     def close(self) -> None:
@@ -117,48 +128,6 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def read(self, name: str) -> Tensor:
-        """Return a copy of the tensor ``name`` in its stored dtype, on the CPU.
-
-        Raises:
-            CheckpointError: there is no such tensor, or its file was cut since it was opened.
-        """
-        return self._shards[self._stored(name).file].read([name])[0]
-
-    def read_into(self, name: str, tensor: Tensor, *, cast: bool = False) -> None:
-        """Copy the tensor ``name`` into ``tensor``, on any device.
-
-        Args:
-            name: the stored name.
-            tensor: of the stored shape; its dtype must be the stored one unless ``cast`` is set.
-            cast: convert to the dtype of ``tensor``.
-
-        Raises:
-            CheckpointError: no such tensor, another shape, another dtype without ``cast``, or a cut file.
-        """
-        stored = self._stored(name)
-        problems: list[str] = []
-        if tuple(tensor.shape) != stored.shape:
-            problems.append(f"shape {list(stored.shape)} in the file, {list(tensor.shape)} given")
-        if not cast and DTYPE_NAMES.get(tensor.dtype) != stored.dtype:
-            problems.append(f"dtype {stored.dtype} in the file, {tensor.dtype} given; set cast=True to convert")
-        if problems:
-            raise CheckpointError(
-                f"{self.manifest.folder / stored.file}: {printable(name)} does not fit: "
-                f"{'; '.join(problems)}; "
-                f"give a tensor like the stored one",
-                path=str(self.manifest.folder / stored.file),
-                problems=problems,
-            )
-        direct = (
-            tensor.device.type == "cpu" and tensor.is_contiguous() and DTYPE_NAMES.get(tensor.dtype) == stored.dtype
-        )
-        if direct:
-            self._shards[stored.file].read_into(name, tensor)
-        else:
-            with torch.no_grad():
-                tensor.copy_(self.read(name))
 
     def read_all(self, names: Iterable[str] | None = None, *, mapped: bool = False) -> dict[str, Tensor]:
         """Return the tensors ``names`` (all by default), in file order.
@@ -175,29 +144,9 @@ class Checkpoint:
         Raises:
             CheckpointError: unknown names (all listed), or a file that was cut since it was opened.
         """
-        result: dict[str, Tensor] = {}
-        for file, wanted in self._in_file_order(names):
-            result.update(zip(wanted, self._shards[file].read(wanted, mapped=mapped), strict=True))
-        return result
-
-    def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` for ``names`` (all by default), one at a time, in file order.
-
-        Raises:
-            CheckpointError: unknown names (before the first tensor), or a file cut since it was opened.
-        """
-        for file, wanted in self._in_file_order(names):
-            for name in wanted:
-                yield name, self._shards[file].read([name])[0]
-
-    def _stored(self, name: str) -> StoredTensor:
-        self._require([name])
-        return self.manifest.tensors[name]
-
-    def _require(self, names: Iterable[str]) -> None:
         known = self.manifest.tensors
-        missing = [name for name in names if name not in known]
-        if missing:
+        wanted = set(known if names is None else names)
+        if missing := sorted(wanted - known.keys()):
             problems = [f"{printable(name)}{nearest(name, known)}" for name in missing[:50]]
             problems += [printable(name) for name in missing[50:]]
             raise CheckpointError(
@@ -207,42 +156,22 @@ class Checkpoint:
                 problems=problems,
                 missing=missing,
             )
-
-    def _in_file_order(self, names: Iterable[str] | None) -> Iterator[tuple[str, list[str]]]:
-        known = self.manifest.tensors
-        if names is None:
-            wanted = set(known)
-        else:
-            wanted = set(names)
-            self._require(sorted(wanted))
-        groups: dict[str, list[str]] = {}
-        for name, stored in known.items():
-            if name in wanted:
-                groups.setdefault(stored.file, []).append(name)
-        yield from groups.items()
+        result: dict[str, Tensor] = {}
+        for shard in self._shards.values():
+            if found := [name for name in shard.entries if name in wanted]:
+                result.update(zip(found, shard.read(found, mapped=mapped), strict=True))
+        return result
 
 
-def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> tuple[str | ShardIndex, str]:
+def _choose(folder: Folder, *, bin_only: bool) -> tuple[str | ShardIndex, str]:
     """Return the single file to read or the parsed index, and a description of ignored weights."""
-    for single, index_name, kinds in (
-        (SAFETENSORS, SAFETENSORS_INDEX, ("safetensors", "safetensors-index")),
-        (BIN, BIN_INDEX, ("bin",)),
-    ):
-        if layout is not None and layout not in kinds:
-            continue
-        has_single = folder.has(single) and layout != "safetensors-index"
-        has_index = folder.has(index_name) and layout != "safetensors"
-        if not has_single and not has_index:
-            continue
-        if single == BIN and not allow_bin:
-            raise CheckpointError(
-                f"{folder.path}: found only {BIN if has_single else BIN_INDEX}, expected safetensors files; "
-                f"run `flodl-hf convert` on the folder once, or allow .bin files",
-                path=str(folder.path / (BIN if has_single else BIN_INDEX)),
-                problems=["only .bin weights"],
-            )
+    kinds = ((SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX))[bin_only:]
+    for single, index_name in kinds:
+        has_single, has_index = folder.has(single), folder.has(index_name)
         if not has_index:
-            return single, ""
+            if has_single:
+                return single, ""
+            continue
         try:
             index = _index_in(folder, index_name, single)
         except CheckpointError as fault:
@@ -256,10 +185,9 @@ def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> tuple[str | 
             return single, ""
         return single, _passed_over(single, f"{index_name}, with {held} of {len(index.files)} files present")
     found = sorted(entry.name for entry in folder.path.iterdir())
-    wanted = {None: (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX), "bin": (BIN, BIN_INDEX)}
-    names = wanted.get(layout, (SAFETENSORS, SAFETENSORS_INDEX))
+    names = [name for kind in kinds for name in kind]
     raise MissingWeightsError(
-        f"{folder.path}: has no {'' if layout is None else f'.{layout} '}weights; expected {', '.join(names[:-1])} "
+        f"{folder.path}: has no {'.bin ' if bin_only else ''}weights; expected {', '.join(names[:-1])} "
         f"or {names[-1]}; found {', '.join(map(printable, found[:12])) or 'an empty folder'}; {_remedy(found, names)}",
         path=str(folder.path),
         problems=["no weights"],
@@ -269,7 +197,7 @@ def _choose(folder: Folder, layout: str | None, allow_bin: bool) -> tuple[str | 
 def _index_in(folder: Folder, name: str, single: str) -> ShardIndex:
     """Return the index of this name, of files of the kind of ``single``."""
     where = str(folder.path / name)
-    index = parse_index(folder.read_text(name, INDEX_LIMIT), name, where)
+    index = parse_index(folder.read(name, INDEX_LIMIT), name, where)
     suffix = single.rpartition(".")[2]
     foreign = [file for file in index.files if not file.endswith(f".{suffix}")]
     if foreign:
@@ -302,7 +230,7 @@ def _remedy(found: Sequence[str], wanted: Sequence[str]) -> str:
 def _open_shard(folder: Folder, name: str, stack: ExitStack) -> Shard:
     descriptor = folder.open(name)
     where = str(folder.path / name)
-    if name.endswith(".bin"):
+    if name.endswith(_BIN_ENDS):
         from flodl_hf.checkpoints.weights.restricted_unpickler.shard import BinShard
 
         shard: Shard = BinShard(descriptor, name, where)
@@ -340,107 +268,3 @@ def _open_shards(folder: Folder, index: ShardIndex, stack: ExitStack) -> dict[st
             problems=[error.message for error in damaged],
         )
     return shards
-
-
-def _manifest(
-    folder: Folder, shards: Mapping[str, Shard], index: ShardIndex | None, passed_over: str
-) -> SourceManifest:
-    layouts: dict[tuple[bool, bool], Layout] = {
-        (False, False): "single", (True, False): "sharded", (False, True): "bin", (True, True): "bin-sharded",
-    }  # fmt: skip
-    tensors: dict[str, StoredTensor] = {}
-    ties: dict[str, str] = {}
-    for file, shard in shards.items():
-        for position, (name, (dtype, shape)) in enumerate(shard.entries.items()):
-            tensors[name] = StoredTensor(name, dtype, shape, file, position)
-        ties.update(shard.ties)
-    return SourceManifest(
-        folder=folder.path,
-        layout=layouts[index is not None, any(file.endswith(".bin") for file in shards)],
-        files=tuple(shard.file for shard in shards.values()),
-        tensors=tensors,
-        metadata={file: dict(shard.metadata) for file, shard in shards.items()},
-        index_name=index.name if index else None,
-        index_text=index.text if index else None,
-        index_metadata=dict(index.metadata) if index else {},
-        ties=ties,
-        passed_over=passed_over,
-    )
-
-
-def place(
-    targets: Mapping[str, Tensor],
-    source: Checkpoint,
-    rename: Mapping[str, str] | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    mapped: bool = False,
-) -> dict[str, Tensor]:
-    """Return the new tensor of each target.
-
-    A target on the ``meta`` device only states a shape and is *given* a tensor read from the file, in the
-    stored dtype; hand the result to ``load_state_dict(..., assign=True)``. A target that has memory is filled
-    in place and returned itself. Targets with one source (ties) are given one and the same tensor.
-
-    Args:
-        targets: our name to the tensor or meta tensor that waits there.
-        source: the opened checkpoint.
-        rename: our name to the stored name; names that are not in it are stored unchanged.
-        dtype: convert floating-point tensors to this dtype; None keeps the stored dtype.
-        device: the device of tensors for meta targets; the CPU by default.
-        mapped: map the file for meta targets if nothing is converted or moved, see
-            `Checkpoint.read_all` for the conditions.
-
-    Raises:
-        CheckpointError: before anything is read or written, with all ``problems``: names that the file lacks,
-            shapes that differ, filled targets of another dtype than the stored and the requested one.
-    """
-    names = {target: (rename or {}).get(target, target) for target in targets}
-    problems = [p for target, name in names.items() if (p := _misfit(target, targets[target], name, source, dtype))]
-    if problems:
-        raise CheckpointError(
-            f"{source.manifest.folder}: {len(problems)} of {len(targets)} tensors cannot be placed:\n"
-            f"{capped(problems)}\nexpected one stored tensor of the same shape for each; "
-            f"check that config and weights belong together",
-            path=str(source.manifest.folder),
-            problems=problems,
-        )
-    given = [target for target, tensor in targets.items() if tensor.is_meta]
-    stored = dict.fromkeys(names[target] for target in given)
-    moves = device is not None and torch.device(device).type != "cpu"
-    casts = any(_cast(source, name, dtype) is not None for name in stored)
-    ready: dict[str, Tensor] = {}
-    if moves or casts:
-        # One at a time: the stored and the converted copy of only one tensor are alive together.
-        for name, tensor in source.tensors(stored):
-            ready[name] = tensor.to(device=device, dtype=_cast(source, name, dtype))
-    else:
-        ready = source.read_all(stored, mapped=mapped)
-    result: dict[str, Tensor] = {}
-    for target, tensor in targets.items():
-        if tensor.is_meta:
-            result[target] = ready[names[target]]
-        else:
-            source.read_into(names[target], tensor, cast=True)
-            result[target] = tensor
-    return result
-
-
-def _cast(source: Checkpoint, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype to convert ``name`` to, None when it stays as stored."""
-    stored = DTYPES[source.manifest.tensors[name].dtype]
-    return dtype if dtype is not None and stored.is_floating_point and stored != dtype else None
-
-
-def _misfit(target: str, tensor: Tensor, name: str, source: Checkpoint, dtype: torch.dtype | None) -> str | None:
-    stored = source.manifest.tensors.get(name)
-    label = target if target == name else f"{target} (stored as {printable(name)})"
-    if stored is None:
-        return f"{label}: missing{nearest(name, source.manifest.tensors)}"
-    if stored.shape != tuple(tensor.shape):
-        return f"{label}: shape {list(stored.shape)} in the file, {list(tensor.shape)} in the model"
-    asked = _cast(source, name, dtype)
-    if not tensor.is_meta and DTYPE_NAMES.get(tensor.dtype) != stored.dtype and tensor.dtype != asked:
-        return f"{label}: dtype {stored.dtype} in the file, {tensor.dtype} in the model; pass dtype="
-    return None

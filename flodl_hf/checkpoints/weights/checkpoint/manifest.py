@@ -21,27 +21,27 @@ from flodl_hf.checkpoints.weights.checkpoint.safe_open import plain_name_fault
 Layout = Literal["single", "sharded", "bin", "bin-sharded"]
 
 DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
     "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "I8": torch.int8,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
     "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
 }
-"""safetensors' name of a number type to torch's."""
+"""safetensors' name of a number type to torch's, in the order of the library, which sorts tensors by it descending."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 """torch's number type to safetensors' name."""
@@ -56,14 +56,12 @@ class StoredTensor:
         dtype: safetensors' name of the number type, such as ``"F32"``.
         shape: the sizes, slowest first; ``()`` for a single number.
         file: the name of the file in its folder.
-        position: the place of its bytes among the tensors of that file, from 0.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: str
-    position: int
 
     @property
     def nbytes(self) -> int:
@@ -115,11 +113,6 @@ class SourceManifest:
     ties: Mapping[str, str] = field(default_factory=dict)
     passed_over: str = ""
 
-    @property
-    def nbytes(self) -> int:
-        """Return the total bytes of all tensors: the memory that reading everything takes."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
 
 INDEX_LIMIT = 32 << 20
 _MAX_SHARDS = 10_000
@@ -145,11 +138,11 @@ class ShardIndex:
     files: tuple[str, ...]
 
 
-def parse_index(text: str, name: str, where: str) -> ShardIndex:
-    """Return the index in ``text``.
+def parse_index(data: bytes, name: str, where: str) -> ShardIndex:
+    """Return the index in ``data``.
 
     Args:
-        text: the contents of the file.
+        data: the contents of the file.
         name: its file name.
         where: its path, for messages.
 
@@ -175,6 +168,7 @@ def parse_index(text: str, name: str, where: str) -> ShardIndex:
         return found
 
     try:
+        text = data.decode("utf-8")
         content = json.loads(text, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         raise refuse([f"found no JSON ({type(error).__name__}: {printable(str(error))[1:-1]})"]) from error

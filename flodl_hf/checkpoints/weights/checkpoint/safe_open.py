@@ -75,18 +75,18 @@ def read_member(folder: Path, name: str, limit: int, fault: type[FlodlError] = C
         UnsafeFileError: the file is a link out of the folder.
     """
     inner, _, leaf = name.rpartition("/")
-    below = inside(folder, inner)
     try:
-        opened = Folder(below)
-        try:
+        with Folder(inside(folder, inner)) as opened:
             return opened.read(leaf, limit)
-        finally:
-            opened.close()
     except CheckpointError as error:
         if "target" in error.details:
             raise
         where = str(folder / name)
         raise fault(error.message, path=where, where=where, problems=error.problems) from None
+
+
+def _refused(where: Path, found: str, expected: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
+    return kind(f"{where}: found {found}, expected {expected}", path=str(where), problems=[found])
 
 
 class Folder:
@@ -103,21 +103,13 @@ class Folder:
         self.path = Path(path)
         self._descriptor: int | None = None
         if not self.path.is_dir():
-            raise CheckpointError(
-                f"{self.path}: found {'a file' if self.path.exists() else 'nothing'}, expected a folder with "
-                f"weights; give the folder that contains model.safetensors",
-                path=str(self.path),
-                problems=["not a folder"],
-            )
+            found = "a file" if self.path.exists() else "nothing"
+            raise _refused(self.path, found, "a folder with weights; give the folder that contains model.safetensors")
         if _DIRECTORY and os.open in os.supports_dir_fd:
             try:
                 self._descriptor = os.open(self.path, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
             except OSError as error:
-                raise CheckpointError(
-                    f"{self.path}: cannot be opened ({error.strerror}); check that it may be read",
-                    path=str(self.path),
-                    problems=[str(error)],
-                ) from error
+                raise _refused(self.path, str(error.strerror), "a folder that may be read") from error
 
     def close(self) -> None:
         """Release the folder; closing twice is harmless."""
@@ -125,13 +117,17 @@ class Folder:
             os.close(self._descriptor)
             self._descriptor = None
 
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def has(self, name: str) -> bool:
         """Return whether there is an entry of that name, of whatever kind, a broken link included."""
+        place = self.path / name if self._descriptor is None else name
         try:
-            if self._descriptor is None:
-                os.lstat(self.path / name)
-            else:
-                os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+            os.stat(place, dir_fd=self._descriptor, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
@@ -145,69 +141,37 @@ class Folder:
             CheckpointError: there is no such file, or it may not be read.
         """
         where = self.path / printable(name)[1:-1]
-        fault = plain_name_fault(name)
-        if fault is not None:
-            raise UnsafeFileError(
-                f"{self.path}: names the file {printable(str(name))}, which is {fault}; "
-                f"expected the plain name of a file in the same folder; "
-                f"do not use this folder unless you know who made it",
-                path=str(self.path),
-                problems=[f"{printable(str(name))}: {fault}"],
-            )
+        if (fault := plain_name_fault(name)) is not None:
+            expected = "the plain name of a file in the same folder; do not use this folder unless you know who made it"
+            raise _refused(self.path, f"the file name {printable(str(name))}, {fault}", expected, UnsafeFileError)
         try:
             descriptor = self._open_entry(name)
         except OSError as error:
-            raise CheckpointError(
-                f"{where}: found {_found(error)}, expected a file that can be read; "
-                f"complete the download or the copy of the folder",
-                path=str(where),
-                problems=[_found(error)],
-            ) from error
-        kind = _kind(os.fstat(descriptor).st_mode)
-        if kind != "a regular file":
+            found = {errno.ENOENT: "no such file", errno.ENXIO: "a socket or a pipe"}.get(error.errno or 0)
+            found = error.strerror if found is None or error.filename is None else found
+            expected = "a file that can be read; complete the download or the copy of the folder"
+            raise _refused(where, str(found or type(error).__name__), expected) from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise UnsafeFileError(
-                f"{where}: found {kind}, expected a regular file; replace it by the file itself",
-                path=str(where),
-                problems=[kind],
-            )
+            expected = "a regular file; replace it by the file itself"
+            raise _refused(where, "a folder, pipe, socket or device", expected, UnsafeFileError)
         return descriptor
 
     def read(self, name: str, limit: int) -> bytes:
         """Return the bytes of the member ``name``, refused above ``limit``; errors as of `open`."""
-        where = self.path / name
-        descriptor = self.open(name)
-        with os.fdopen(descriptor, "rb") as file:
+        with os.fdopen(self.open(name), "rb") as file:
             data = file.read(limit + 1)
         if len(data) > limit:
-            raise CheckpointError(
-                f"{where}: larger than {limit:,} bytes, expected a smaller file of this kind; check the file",
-                path=str(where),
-                problems=["too large"],
-            )
+            raise _refused(self.path / name, "a larger file", f"at most {limit:,} bytes; check the file")
         return data
 
-    def read_text(self, name: str, limit: int) -> str:
-        """Return the UTF-8 text of the member ``name``, refused above ``limit`` bytes."""
-        where = self.path / name
-        data = self.read(name, limit)
-        try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(
-                f"{where}: byte {error.start} is not UTF-8; expected a text; fetch the file again",
-                path=str(where),
-                problems=["not UTF-8"],
-            ) from error
-
     def _open_entry(self, name: str) -> int:
-        flags = os.O_RDONLY | _NONBLOCK | _NOFOLLOW | _CLOEXEC | _BINARY
+        flags = os.O_RDONLY | _NONBLOCK | _CLOEXEC | _BINARY
+        if self._descriptor is None:
+            path = self.path / name
+            return os.open(self._follow(name) if path.is_symlink() else path, flags)
         try:
-            if self._descriptor is None:
-                if (self.path / name).is_symlink():
-                    raise OSError(errno.ELOOP, "symbolic link")
-                return os.open(self.path / name, flags)
-            return os.open(name, flags, dir_fd=self._descriptor)
+            return os.open(name, flags | _NOFOLLOW, dir_fd=self._descriptor)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EMLINK):
                 raise
@@ -222,13 +186,11 @@ class Folder:
             raise OSError(errno.ENOENT, f"a link to {os.readlink(link)}, where nothing is") from None
         except (OSError, RuntimeError):
             raise OSError(errno.ELOOP, "a link that leads to itself") from None
+        # The Hub cache: <repo>/snapshots/<revision>/[subfolder/]file -> <repo>/blobs/<hash>.
         home = self.path.resolve()
-        if target.is_relative_to(home):
+        blobs = [(above.parent / "blobs").resolve() for above in home.parents if above.name == "snapshots"]
+        if target.is_relative_to(home) or target.parent in blobs:
             return target
-        for ancestor in home.parents:
-            # The Hub cache: <repo>/snapshots/<revision>/[subfolder/]file -> <repo>/blobs/<hash>.
-            if ancestor.name == "snapshots" and target.parent == (ancestor.parent / "blobs").resolve():
-                return target
         raise UnsafeFileError(
             f"{link}: is a link to {target}, outside the folder; expected a file of the folder, or of "
             f"the adjacent blobs of a Hub cache; copy the file into the folder",
@@ -236,25 +198,3 @@ class Folder:
             problems=[f"link to {target}"],
             target=str(target),
         )
-
-
-def _found(error: OSError) -> str:
-    if error.errno == errno.ENOENT:
-        return error.strerror if error.strerror and error.strerror.startswith("a link") else "no such file"
-    if error.errno == errno.ENXIO:
-        return "a socket or a pipe"
-    return error.strerror or type(error).__name__
-
-
-def _kind(mode: int) -> str:
-    for test, kind in (
-        (stat.S_ISREG, "a regular file"),
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a pipe"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISCHR, "a device"),
-        (stat.S_ISBLK, "a device"),
-    ):
-        if test(mode):
-            return kind
-    return "a special file"

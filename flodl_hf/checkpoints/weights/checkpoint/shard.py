@@ -1,4 +1,4 @@
-"""One opened weight file: its header and its tensors.
+"""One opened weight file: its header and its tensors, copied or mapped.
 
 Decides the interface that a safetensors file and a ``.bin`` file share.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,56 +16,22 @@ from flodl.errors import CheckpointError, capped, printable
 from flodl.safetensors_header import read_header
 from flodl.system import read_at
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceFile
-from flodl_hf.checkpoints.weights.checkpoint.parallel_read import Extent, cut, fill, memory_of
+from flodl_hf.checkpoints.weights.prefetch import Extent, cut, fill, memory_of
 
 
-class Shard(Protocol):
-    """An open weight file; ``parse`` comes first and reads no weights."""
-
-    @property
-    def file(self) -> SourceFile:
-        """Name and size."""
-        ...
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """The free part of the file."""
-        ...
-
-    @property
-    def entries(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Tensor name to (dtype name, shape), in the order of their bytes."""
-        ...
-
-    @property
-    def ties(self) -> Mapping[str, str]:
-        """Map a name to the earlier name with the same bytes."""
-        ...
-
-    def parse(self) -> None:
-        """Read and check everything but the weights."""
-        ...
-
-    def read(self, names: Sequence[str], *, mapped: bool = False) -> list[Tensor]:
-        """Return the tensors of ``names``, in that order, copied or mapped."""
-        ...
-
-    def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fill ``tensor``, contiguous, on the CPU, of the stored dtype and shape."""
-        ...
-
-    def close(self) -> None:
-        """Release the file; closing twice is harmless."""
-        ...
-
-
-class OpenShard:
-    """What open weight files share: a descriptor that is closed once, and what `parse` finds.
+class Shard:
+    """An open weight file; `parse` comes first and reads no weights.
 
     Args:
         descriptor: the open file, which the shard closes.
         name: its name in the folder.
         where: its path, for messages.
+
+    Attributes:
+        file: its name, size and header.
+        metadata: the text pairs of its header.
+        entries: dtype and shape by tensor name, in the order of their bytes.
+        ties: a name to the earlier name with the same bytes.
     """
 
     def __init__(self, descriptor: int, name: str, where: str) -> None:
@@ -76,6 +41,14 @@ class OpenShard:
         self.ties: Mapping[str, str] = {}
         self._where = where
         self._descriptor: int | None = descriptor
+
+    def parse(self) -> None:
+        """Read and check everything but the weights."""
+        raise NotImplementedError
+
+    def read(self, names: Sequence[str], *, mapped: bool = False) -> list[Tensor]:
+        """Return the tensors of ``names``, in that order, copied or mapped."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Release the file; closing twice is harmless."""
@@ -93,7 +66,7 @@ class OpenShard:
         return self._descriptor
 
 
-class SafetensorsShard(OpenShard):
+class SafetensorsShard(Shard):
     """An open safetensors file."""
 
     def __init__(self, descriptor: int, name: str, where: str) -> None:
@@ -131,10 +104,6 @@ class SafetensorsShard(OpenShard):
         extents = [self._extents[name] for name in names]
         return (map_extents if mapped else read_extents)(self._open_descriptor(), self._where, extents)
 
-    def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fill ``tensor``, contiguous, on the CPU, of the stored dtype and shape."""
-        read_extents_into(self._open_descriptor(), self._where, [self._extents[name]], [tensor])
-
 
 def read_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[Tensor]:
     """Return copies of the tensors at ``extents``, in that order, each in a separate allocation.
@@ -159,7 +128,8 @@ def read_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list
             tensors.append(torch.empty(extent.shape, dtype=dtype))
             missing.append(at)
     if missing:
-        read_extents_into(descriptor, where, [extents[at] for at in missing], [tensors[at] for at in missing])
+        views = [tensors[at].reshape(-1).view(torch.uint8).numpy().data for at in missing]
+        fill(descriptor, where, [extents[at] for at in missing], views)
     return tensors
 
 
@@ -191,9 +161,3 @@ def map_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[
         flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=extent.start)
         tensors.append(flat.view(extent.shape))
     return tensors
-
-
-def read_extents_into(descriptor: int, where: str, extents: Sequence[Extent], tensors: Sequence[Tensor]) -> None:
-    """Fill ``tensors``, which must be contiguous, on the CPU and of the stored dtype and shape."""
-    views = [tensor.detach().reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
-    fill(descriptor, where, extents, views)

@@ -1,21 +1,177 @@
-"""Meaning of the names in a torch file: records of storages and tensors, checked against their bounds.
+"""The program of a torch file, interpreted: a stack machine and the meaning of the names that a program may use.
 
-Decides the list of names and that a tensor may only use bytes of its storage. The byte offsets are
-in :mod:`flodl_hf.checkpoints.weights.restricted_unpickler.shard`.
+Decides which instructions are supported (pickle protocol 2 as ``torch.save`` emits it for tables of tensors), limits
+the work of a program, and checks that a tensor uses only bytes of its storage. Nothing is imported or called.
+The byte offsets of storages are in :mod:`flodl_hf.checkpoints.weights.restricted_unpickler.shard`.
 """
 
 from __future__ import annotations
 
+import pickletools
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
-from flodl.errors import CheckpointError, capped, printable
+from flodl.errors import CheckpointError, FlodlError, UnsafeFileError, capped, printable
 from flodl.safetensors_header import name_fault
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
-from flodl_hf.checkpoints.weights.restricted_unpickler.opcodes import Function
 
+_MAX_STEPS = 3_000_000  # a table of tensors takes about 25 instructions for each
+_PROTOCOL = 2
 _MAX_DIMS = 8
+_MARK = object()
+_ARGUMENTS = {op.code.encode("latin-1"): op.arg for op in pickletools.opcodes}
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A name that the program may apply to arguments, and what that yields."""
+
+    name: str
+    apply: Callable[..., Any]
+
+
+class Machine:
+    """Run one program and return its result.
+
+    Args:
+        source: the program; its methods raise a ValueError beyond its end and beyond the limits of a program.
+        where: the file, for messages.
+        storage: given the tuple by which the program refers to a storage, returns a record of it.
+    """
+
+    def __init__(self, source: BinaryIO, where: str, storage: Callable[[Any], Any]) -> None:
+        self._source = source
+        self._where = where
+        self._storage = storage
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        """Return the object that the program builds.
+
+        Raises:
+            UnsafeFileError: an instruction or a name that tables of tensors do not need.
+            CheckpointError: the program is truncated, contradicts itself, or needs too much work.
+        """
+        try:
+            for _ in range(_MAX_STEPS):
+                code = self._source.read(1)
+                if code == b".":
+                    (result,) = self._stack
+                    return result
+                step = _STEPS.get(code)
+                if step is None:
+                    self._unsafe(f"instruction 0x{code[0]:02x}")
+                argument = _ARGUMENTS[code]
+                step(self, None if argument is None else argument.reader(self._source))
+            raise ValueError(f"it takes more than {_MAX_STEPS:,} instructions")
+        except FlodlError:
+            raise
+        except (LookupError, TypeError, ValueError) as error:
+            found = printable(str(error))[1:-1]
+            raise CheckpointError(
+                f"{self._where}: its pickle program is damaged: {found}; expected a table of tensors "
+                f"as torch.save writes it; fetch the file again",
+                path=self._where,
+                problems=[found],
+            ) from None
+
+    def _unsafe(self, found: str) -> NoReturn:
+        raise UnsafeFileError(
+            f"{self._where}: its pickle program contains {found}, which a table of tensors does not need; "
+            f"expected only the names {', '.join(sorted(NAMES))}; nothing was executed; "
+            f"do not load this file with anything that runs pickles, get safetensors instead",
+            path=self._where,
+            problems=[found],
+        )
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _pop(self) -> Any:
+        if (value := self._stack.pop()) is _MARK:
+            raise ValueError("it takes a value where there is none")
+        return value
+
+    def _pop_to_mark(self) -> list[Any]:
+        items: list[Any] = []
+        while (value := self._stack.pop()) is not _MARK:
+            items.append(value)
+        return items[::-1]
+
+    def _top(self, kind: type) -> Any:
+        if not isinstance(self._stack[-1], kind):
+            raise ValueError(f"it adds to something that is no {kind.__name__}")
+        return self._stack[-1]
+
+    def _protocol(self, version: int) -> None:
+        if version != _PROTOCOL:
+            self._unsafe(f"pickle protocol {version} (torch.save writes {_PROTOCOL})")
+
+    def _tuple(self, count: int) -> None:
+        self._push(tuple([self._pop() for _ in range(count)][::-1]))
+
+    def _remember(self, key: int) -> None:
+        self._memo[key] = self._pop()
+        self._push(self._memo[key])
+
+    def _name(self, module_and_name: str) -> None:
+        name = module_and_name.replace(" ", ".", 1)
+        if name not in NAMES:
+            self._unsafe(f"the name {printable(name)}")
+        self._push(NAMES[name])
+
+    def _apply(self) -> None:
+        arguments, function = self._pop(), self._pop()
+        if not isinstance(function, Function) or not isinstance(arguments, tuple):
+            self._unsafe("a call of something that is no function on the list")
+        self._push(function.apply(*arguments))
+
+    def _build(self) -> None:
+        # A table of weights carries the versions of its modules as attributes; no tensor depends on them.
+        if not isinstance(self._pop(), dict):
+            self._unsafe("attributes that are no table")
+        self._top(dict)
+
+    def _set_items(self, items: list[Any]) -> None:
+        table = self._top(dict)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # Only flat keys: hashing deeply nested tuples can take unlimited time.
+            if not isinstance(key, str | int):
+                raise ValueError(f"a key that is a {type(key).__name__}")
+            table[key] = value
+
+    def _extend(self, items: list[Any]) -> None:
+        self._top(list).extend(items)
+
+
+_STEPS: dict[bytes, Callable[[Machine, Any], None]] = {
+    b"\x80": Machine._protocol,
+    b"(": lambda machine, _: machine._push(_MARK),
+    b"N": lambda machine, _: machine._push(None),
+    b"\x88": lambda machine, _: machine._push(True),
+    b"\x89": lambda machine, _: machine._push(False),
+    **dict.fromkeys((b"J", b"K", b"M", b"\x8a", b"X"), Machine._push),
+    b"}": lambda machine, _: machine._push({}),
+    b"]": lambda machine, _: machine._push([]),
+    b")": lambda machine, _: machine._push(()),
+    b"t": lambda machine, _: machine._push(tuple(machine._pop_to_mark())),
+    b"\x85": lambda machine, _: machine._tuple(1),
+    b"\x86": lambda machine, _: machine._tuple(2),
+    b"\x87": lambda machine, _: machine._tuple(3),
+    **dict.fromkeys((b"q", b"r"), Machine._remember),
+    **dict.fromkeys((b"h", b"j"), lambda machine, key: machine._push(machine._memo[key])),
+    b"c": Machine._name,
+    b"R": lambda machine, _: machine._apply(),
+    b"b": lambda machine, _: machine._build(),
+    b"s": lambda machine, _: machine._set_items([machine._pop(), machine._pop()][::-1]),
+    b"u": lambda machine, _: machine._set_items(machine._pop_to_mark()),
+    b"a": lambda machine, _: machine._extend([machine._pop()]),
+    b"e": lambda machine, _: machine._extend(machine._pop_to_mark()),
+    b"Q": lambda machine, _: machine._push(machine._storage(machine._pop())),
+}
 
 
 @dataclass(frozen=True, slots=True)
