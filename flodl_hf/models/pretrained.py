@@ -31,7 +31,6 @@ from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, read
 from flodl_hf.checkpoints.sentence.routing import transformer_folder
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.checkpoint.manifest import SourceManifest
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, TOKENIZER_FILES, VOCABULARY_FILES
 from flodl_hf.checkpoints.weights.load_report import Source, warn_of_unexpected
 from flodl_hf.checkpoints.weights.loading import Plan, class_of
@@ -173,9 +172,9 @@ def _load(
 
         held = hold(root, verified)
     folder, recipe = root, None
-    if is_entry(root, "modules.json"):
+    if os.path.lexists(root / "modules.json"):
         folder, recipe = transformer_folder(root), read_recipe(root)
-    if any(is_entry(root, name) for name in SETFIT):
+    if any(os.path.lexists(root / name) for name in SETFIT):
         note_setfit(root, head)
     config, relabelled = _configured(folder, head, asked, adapter, recipe)
     if recipe is not None:
@@ -449,7 +448,7 @@ def load_tokenizer(
     Raises:
         TokenizerError: damaged files, or a token id without a row in the word table.
     """
-    if not any(is_entry(folder, name) for name in VOCABULARY_FILES):
+    if not any(os.path.lexists(folder / name) for name in VOCABULARY_FILES):
         return None
     from flodl_hf.tokenization.tokenizer import Tokenizer
 

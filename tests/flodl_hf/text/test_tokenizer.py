@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers
 
 from flodl.errors import ConfigError
-from flodl_hf.checkpoints.hub.choosing import TOKENIZER_FILES
+from flodl_hf.checkpoints.weights.file_names import TOKENIZER_FILES
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.tokenizer import Tokenizer
 

@@ -140,10 +140,10 @@ class Folder:
                 folder.
             CheckpointError: there is no such file, or it may not be read.
         """
-        where = self.path / printable(name)[1:-1]
         if (fault := plain_name_fault(name)) is not None:
             expected = "the plain name of a file in the same folder; do not use this folder unless you know who made it"
             raise _refused(self.path, f"the file name {printable(str(name))}, {fault}", expected, UnsafeFileError)
+        where = self.path / name
         try:
             descriptor = self._open_entry(name)
         except OSError as error:
