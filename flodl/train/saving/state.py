@@ -268,7 +268,7 @@ def check_same_model(ranks: Ranks, model: nn.Module) -> None:
     apart = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
     if apart:
         raise TrainError(
-            f"the model of rank {', '.join(map(str, apart))} differs from the model of rank 0; expected equal models.",
+            f"the model of rank {', '.join(map(str, apart))} has other parameters or buffers; expected equal models.",
             ranks_apart=apart,
         )
 
