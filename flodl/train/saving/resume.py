@@ -43,8 +43,6 @@ def recipe(trainer: Any) -> dict[str, Any]:
     """Return everything that determines the numbers of a run, as flat JSON values."""
     settings, metric, around = trainer.settings, trainer.rates.metric, trainer.hooks.around
     data = trainer.feed.identity() if trainer.feed is not None else {}
-    usual = vars(Knobs())
-    knobs = {n: value for n, value in vars(settings.knobs).items() if n not in MAY_CHANGE and value != usual[n]}
     found = {
         **settings.recipe(),
         **trainer.identity,
@@ -53,11 +51,17 @@ def recipe(trainer: Any) -> dict[str, Any]:
         "world_size": trainer.ranks.world,
         "optimizer": type(trainer.optimizer).__name__,
         **({} if metric is None else {"schedule_metric": metric, **settings.eval_times()}),
-        **({} if trainer.ranks.solo else knobs),
+        **({} if trainer.ranks.solo else _knobs(settings.knobs)),
         **({"callbacks": [type(c).__name__ for c in around]} if around else {}),
     }
     # As read from a file, where tuples are lists.
     return json.loads(json.dumps(found))
+
+
+def _knobs(knobs: Knobs) -> dict[str, Any]:
+    """Return the options of the policy that differ from the defaults and may not change."""
+    usual = vars(Knobs())
+    return {n: value for n, value in vars(knobs).items() if n not in MAY_CHANGE and value != usual[n]}
 
 
 def past_of(trainer: Any) -> Past:
