@@ -45,6 +45,36 @@ FAMILY = {"model_type", "family", "variant"}
 PAIRED = 12
 """A test with as many combinations of three or more parameters has each pair of values at least once in a quick run."""
 
+FAST = {
+    "flodl/checkpoint": ("formats",),
+    "flodl/data": ("loader", "order"),
+    "flodl/distributed": ("cadence", "shares"),
+    "flodl/graph": ("models",),
+    "flodl/metrics": ("metrics",),
+    "flodl/monitor": ("conditions", "monitor", "record", "records", "trend"),
+    "flodl/train": ("adam", "compared", "decide", "misuse", "schedule", "settings"),
+    "flodl_hf/adapters": ("lora_options",),
+    "flodl_hf/backends": ("arrange", "training_table"),
+    "flodl_hf/bulk": ("identity", "wrong_usage"),
+    "flodl_hf/cli": ("new", "project_commands"),
+    "flodl_hf/core": ("task_table", "similarity"),
+    "flodl_hf/decode": ("classes", "entities", "labels", "masks"),
+    "flodl_hf/families": ("deberta", "deberta_fast"),
+    "flodl_hf/finetune": ("columns", "options"),
+    "flodl_hf/integrations": ("pretrained",),
+    "flodl_hf/parity": ("verify_matrix_command",),
+    "flodl_hf/readers": ("files",),
+    "flodl_hf/report": ("page",),
+    "flodl_hf/runtime": ("rounded_rows", "windows"),
+    "flodl_hf/serving": ("batching",),
+    "flodl_hf/text": ("windows",),
+    "flodl_hf/torture": ("rig",),
+    "flodl_hf/vectors": ("chunks", "list_losses"),
+    "flodl_hf/weights": ("json_text", "layouts", "reading"),
+    "flodl_hf/workers": ("ends", "messages"),
+}  # fmt: skip
+"""Files of the fast set of each folder: ``pytest -m fast FOLDER`` takes less than 20 seconds."""
+
 Values = frozenset[Any]
 
 
@@ -95,6 +125,17 @@ def _of_family(item: pytest.Item, family: str) -> bool:
     return item.path.stem == own or any(getattr(value, "model_type", value) == family for value in values)
 
 
+def _is_fast(path: Path) -> bool:
+    return path.stem.removeprefix("test_") in FAST.get("/".join(path.parts[-3:-1]), ())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import other files when only fast tests were requested."""
+    if config.getoption("markexpr") == "fast" and collection_path.suffix == ".py":
+        return not _is_fast(collection_path) or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if family := config.getoption("--family"):
         config.hook.pytest_deselected(items=[item for item in items if not _of_family(item, family)])
@@ -121,6 +162,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in group:
                 if item not in quick:
                     item.add_marker("slow")
+    for item in items:
+        if _is_fast(item.path) and not item.get_closest_marker("slow"):
+            item.add_marker("fast")
 
 
 @pytest.fixture(scope="session")

@@ -373,3 +373,20 @@ def test_files_that_are_named_are_there() -> None:
         named = re.findall(r"(?<![\w/.])(?:tests|benchmarks|examples)/[\w/]+\.py\b", path.read_text("utf-8"))
         absent += [f"{name(path)}: {found}" for found in named if not (ROOT / found).exists()]
     assert not absent
+
+
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="tested from a wheel, without the repository")
+def test_every_folder_of_tests_has_a_fast_set() -> None:
+    """`pytest -m fast FOLDER` runs files that exist, in each folder of tests of a package."""
+    tree = ast.parse((ROOT / "tests" / "conftest.py").read_text("utf-8"))
+    (fast,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and name_of(node) == "FAST"]
+    sets = ast.literal_eval(fast)
+    tested = {path.parent.relative_to(ROOT / "tests").as_posix() for path in ROOT.glob("tests/flodl*/*/test_*.py")}
+    assert set(sets) == tested
+    files = [ROOT / "tests" / folder / f"test_{stem}.py" for folder, stems in sets.items() for stem in stems]
+    assert [str(path) for path in files if "assert" not in path.read_text("utf-8")] == []
+    assert all(sets.values())
+
+
+def name_of(node: ast.Assign) -> str:
+    return node.targets[0].id if isinstance(node.targets[0], ast.Name) else ""
