@@ -17,7 +17,7 @@ class Batch:
     """Named parts of one batch.
 
     ``batch["labels"]`` and ``batch[1]`` return a part; ``x, y = batch`` unpacks; ``model(**batch)`` passes the parts
-    by name. A part is usually a tensor; texts stay a list.
+    as keyword arguments. A part is usually a tensor; texts stay a list.
 
     Args:
         parts: name to value, in order.
@@ -103,7 +103,7 @@ class Batch:
         return Batch(moved, self.num_rows, self.indices)
 
     def over(self, piece: Piece) -> Batch:
-        """Return this batch with the tensors of ``piece`` instead of its own."""
+        """Return this batch with the tensors of ``piece`` instead of its tensors."""
         return Batch({**self._parts, **piece.parts()}, self.num_rows, self.indices, piece=piece)
 
     def pin_memory(self) -> Batch:
@@ -119,7 +119,7 @@ class Batch:
         return sum(p.numel() * p.element_size() for p in self if isinstance(p, torch.Tensor))
 
     def emptied(self) -> Batch:
-        """Return a batch with the same parts and no rows, for a rank whose share is empty."""
+        """Return a batch with the same parts and no rows, used if the share of a rank is empty."""
         parts = {}
         for name, part in self._parts.items():
             if name == "offsets":

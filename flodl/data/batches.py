@@ -273,7 +273,7 @@ def source_of_rows(
     """Return ``batches``, or fixed batches in the order that the other arguments describe.
 
     Raises:
-        DataError: ``batch_size`` is missing or not positive, or both ways are used at once.
+        DataError: ``batch_size`` is missing or not positive, or both ways are used together.
     """
     if batches is not None:
         if batch_size is not None or sampler is not None or drop_last:

@@ -94,7 +94,7 @@ class RowSource:
         get: returns one row.
         num_rows: number of rows.
         collate: makes a batch of rows.
-        get_many: returns several rows at once, or None.
+        get_many: returns several rows in one call, or None.
         lengths: length of each row, or None.
     """
 
@@ -149,7 +149,7 @@ def as_batches(data: Any, collate: Collate | None = None) -> BatchDataset | RowS
 
     Objects with ``get_batch`` are returned unchanged. Other accepted forms: objects with ``get``; a tensor, or a tuple
     or dict of tensors; a torch ``TensorDataset``; any object with ``__getitem__`` and ``__len__``, such as lists of
-    dicts, torch data sets and those of `datasets`.
+    dicts, torch data sets and data sets of `datasets`.
 
     Raises:
         DataError: the data has no length or no rows, or no method that returns a row.

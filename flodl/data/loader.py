@@ -21,7 +21,7 @@ from flodl.errors import DataError, capped
 
 Mode = Literal["auto", "resident", "streaming"]
 GATHER_ROWS = 1024
-"""Rows read at once when a data set becomes resident."""
+"""Rows in one read when a data set becomes resident."""
 
 
 class DataLoader:

@@ -31,7 +31,7 @@ class Piece:
     layout: tuple[tuple[str, int, torch.Size, tuple[int, ...], torch.dtype], ...]
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return the parts by name, as views of the memory."""
+        """Return the named parts, as views of the memory."""
         typed: dict[torch.dtype, torch.Tensor] = {}
         found = {}
         for name, start, shape, stride, dtype in self.layout:

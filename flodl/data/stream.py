@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from queue import SimpleQueue
+from time import monotonic
 from typing import Any
 
 import torch
 
 from flodl.data.batch import Batch
 from flodl.data.piece import lay_out
+
+CLOSE_S = 5.0
+"""How long `Stream.close` and the end of the program wait for a batch that is being made."""
 
 
 class Placement:
@@ -81,34 +85,67 @@ class Stream:
 
     def __init__(self, make: Callable[[int], Batch], numbers: Iterable[int], depth: int, placement: Placement) -> None:
         self._placement = placement
-        # The worker does not refer to this object, so that dropping this object ends the worker.
-        self._make = lambda number: placement.send(make(number))
-        self._numbers = iter(numbers)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="flodl-data")
-        weakref.finalize(self, self._worker.shutdown, wait=False, cancel_futures=True)
-        self._batches: deque[Future[Any]] = deque()
-        self._request(depth)
-
-    def _request(self, count: int) -> None:
-        for number in islice(self._numbers, count):
-            self._batches.append(self._worker.submit(self._make, number))
+        self._made: SimpleQueue[Any] = SimpleQueue()
+        self._free, stopped = threading.Semaphore(depth), threading.Event()
+        # The worker does not refer to this object, so that dropping this object ends the worker. It is a daemon,
+        # because the data of the user may block it forever.
+        args = (make, numbers, placement, self._made, self._free, stopped)
+        self._worker = threading.Thread(target=_work, args=args, name="flodl-data", daemon=True)
+        self._stop = _workers[self._worker] = weakref.finalize(self, _stop, self._free, stopped)
+        self._worker.start()
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> Batch:
-        if not self._batches:
-            raise StopIteration
-        try:
-            made = self._batches.popleft().result()
-        except BaseException:
+        made, error = self._made.get()
+        if error is not None:
             self.close()
-            raise
-        self._request(1)
+            raise error
+        self._free.release()
         return self._placement.receive(*made)
 
     def close(self) -> None:
-        """Stop the worker and wait for it."""
-        self._batches.clear()
-        self._numbers = iter(())
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """Stop the worker and wait for its current batch, at most `CLOSE_S` seconds."""
+        self._stop()
+        self._worker.join(CLOSE_S)
+        self._made = SimpleQueue()
+        self._made.put((None, StopIteration()))
+
+
+_workers: weakref.WeakKeyDictionary[threading.Thread, Callable[[], Any]] = weakref.WeakKeyDictionary()
+"""Each worker and the function that stops it."""
+
+
+@atexit.register
+def _stop_all() -> None:
+    # Python aborts if its end interrupts a thread inside of torch.
+    end, found = monotonic() + CLOSE_S, list(_workers.items())
+    for _, stop in found:
+        stop()
+    for worker, _ in found:
+        worker.join(max(0.0, end - monotonic()))
+
+
+def _stop(free: threading.Semaphore, stopped: threading.Event) -> None:
+    stopped.set()
+    free.release()
+
+
+def _work(
+    make: Callable[[int], Batch],
+    numbers: Iterable[int],
+    placement: Placement,
+    made: SimpleQueue[Any],
+    free: threading.Semaphore,
+    stopped: threading.Event,
+) -> None:
+    try:
+        for number in numbers:
+            free.acquire()
+            if stopped.is_set():
+                return
+            made.put((placement.send(make(number)), None))
+        made.put((None, StopIteration()))
+    except BaseException as error:  # the consumer raises every error
+        made.put((None, error))

@@ -1,6 +1,6 @@
 """Accuracy, precision, recall, F1 and Matthews correlation, from counts of classes.
 
-Definitions are those of scikit-learn: a quotient with a zero denominator is 0, and averages over classes leave out
+Definitions equal scikit-learn: a quotient with a zero denominator is 0, and averages over classes leave out
 classes that occur neither among labels nor among predictions. Counts stay on the device of the batches, and no update
 waits for the device.
 """

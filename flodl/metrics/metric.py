@@ -1,4 +1,4 @@
-"""The interface of metrics, and metrics whose state is one row of numbers.
+"""The interface of metrics, and metrics with one row of numbers as state.
 
 A metric stores counts or sums, never logits, so that metrics of batches and of ranks can be added.
 """
@@ -27,7 +27,7 @@ class Metric(Protocol):
         ...
 
     def compute(self) -> dict[str, float]:
-        """Return the figures by name."""
+        """Return the named figures."""
         ...
 
     def reset(self) -> None:
@@ -47,7 +47,7 @@ M = TypeVar("M", bound=Metric)
 
 
 def merged(metric: M, states: Iterable[Mapping[str, Any]]) -> M:
-    """Return ``metric`` with the sum of ``states``, for example those of all ranks.
+    """Return ``metric`` with the sum of ``states``, for example from all ranks.
 
     Args:
         metric: a metric with the right settings; its counts are replaced.
@@ -63,7 +63,7 @@ def merged(metric: M, states: Iterable[Mapping[str, Any]]) -> M:
 
 
 class Sums:
-    """Base of metrics whose state is one row of numbers, stored on the device of the batches.
+    """Base of metrics with one row of numbers as state, stored on the device of the batches.
 
     Args:
         size: how many numbers there are.
@@ -94,7 +94,7 @@ class Sums:
         """Replace the numbers.
 
         Raises:
-            DataError: the state is that of a metric with other settings.
+            DataError: the state belongs to a metric with other settings.
         """
         sums = torch.tensor(state[self._key], dtype=self._dtype)
         if sums.numel() != self._size:

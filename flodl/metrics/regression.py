@@ -17,7 +17,7 @@ from flodl.errors import DataError
 from flodl.metrics.metric import Sums
 
 MAX_VALUES = 5_000_000
-"""Samples of a rank correlation. A correlation of a part of the samples would be mistaken for that of all."""
+"""Samples of a rank correlation. A correlation of a part of the samples would look like the correlation of all."""
 
 
 def _columns(predictions: Tensor, labels: Tensor, where: str) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class Pearson(Sums):
 class Spearman:
     """Correlation of ranks: ``spearman`` and ``count``. Ties share their mean rank.
 
-    Ranks need all values at once, so two numbers for each sample, 16 bytes, are stored on the host.
+    Ranks need all values together, so two numbers for each sample, 16 bytes, are stored on the host.
     """
 
     def __init__(self) -> None:

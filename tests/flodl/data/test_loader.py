@@ -5,6 +5,8 @@ import gc
 import json
 import operator
 import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -286,6 +288,31 @@ def test_close_and_with_stop_the_worker_at_once():
     assert not workers()
     assert list(running) == []
     assert loader.state_dict()["batch"] == 1
+
+
+def test_the_end_of_a_program_does_not_wait_for_a_blocked_data_set():
+    program = """
+import threading
+import torch
+import flodl.data.stream
+from flodl.data import DataLoader
+
+flodl.data.stream.CLOSE_S = 0.1
+is_blocked = threading.Event()
+
+def blocks(batch, where):
+    if where.number == 1:
+        is_blocked.set()
+        threading.Event().wait()
+    return batch
+
+loader = DataLoader(torch.zeros(8, 2), 1, mode="streaming", prefetch=4, transform=blocks)
+running = iter(loader)
+next(running)
+is_blocked.wait()
+raise SystemExit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=600).returncode == 7
 
 
 def test_no_more_batches_exist_ahead_than_asked():
