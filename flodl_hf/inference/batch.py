@@ -336,8 +336,7 @@ class Pooled:
 
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
         """Return ``(texts, features)``."""
-        from flodl_hf.inference.decode.pooling import finish_embeddings, length_of
-        from flodl_hf.inference.pool import pool
+        from flodl_hf.inference.decode.pooling import finish_embeddings, length_of, pool
 
         whole, led = all_states(graph, ids, types, layout)
         pooled = graph.get_submodule("pooler")(whole, layout=led) if "pooler" in self.names else None
@@ -358,7 +357,7 @@ class Splade:
 
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
         """Return ``(texts, words)``."""
-        from flodl_hf.inference.pool import over_texts
+        from flodl_hf.inference.decode.pooling import over_texts
 
         found = self.pooling.activated(scored(graph, ids, types, layout, per_text=False).float())
         return over_texts(found, layout, self.pooling.strategy)

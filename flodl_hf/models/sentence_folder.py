@@ -18,9 +18,8 @@ from flodl_hf.checkpoints.sentence.multivector import colbert_recipe
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 from flodl_hf.checkpoints.weights.file_names import BOUNDS
-from flodl_hf.inference.decode.pooling import pool_padded
+from flodl_hf.inference.decode.pooling import pool, pool_padded
 from flodl_hf.inference.graph_model.routed import Routed, recipe_behind
-from flodl_hf.inference.pool import pool
 from flodl_hf.nn.layout.layouts import Layout, Padded
 
 if TYPE_CHECKING:

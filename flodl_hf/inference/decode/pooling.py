@@ -7,12 +7,13 @@ caller chooses the pooling, and the mask that excludes prompts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
+from flodl_hf.nn.layout.layouts import Layout, Packed
 from flodl_hf.nn.layout.segments import largest_of_texts
 
 Pooling: TypeAlias = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token", "pooler"]
@@ -54,71 +55,94 @@ def pool_packed(
     cu_seqlens: Tensor,
     pooling: Pooling | Sequence[Pooling] = "mean",
     *,
-    mask: Tensor | None = None,
+    opens: Tensor | None = None,
+    places: Tensor | None = None,
     pooler_output: Tensor | None = None,
 ) -> Tensor:
     """Return one vector per row from concatenated rows; the same as ``pool_padded`` up to rounding.
+
+    With ``opens`` and ``places`` the device is not synchronised. A slot without tokens gets a finite vector.
 
     Args:
         hidden: ``(tokens, hidden)``.
         cu_seqlens: where each row begins, and the end of the last one, ``(batch + 1,)``.
         pooling: as in ``pool_padded``.
-        mask: ``(tokens,)``, true for tokens that count; all of them without it.
+        opens: each row's first token, ``(batch,)``; None as in ``cu_seqlens``.
+        places: each token's place in its row, ``(tokens,)``; None computes them.
         pooler_output: ``(batch, hidden)``, needed for ``"pooler"``.
 
     Raises:
         PredictError: a pooling is unknown, or ``"pooler"`` is requested of a model without one.
     """
     values, bounds = _float(hidden), cu_seqlens.to(torch.int64)
-    start = torch.repeat_interleave(bounds[:-1], bounds.diff())
-    rank = torch.arange(1, len(values) + 1, device=values.device) - start
-    if mask is not None:
-        kept = mask.bool()
-        counted = torch.nn.functional.pad(kept.to(torch.int64).cumsum(0), (1, 0))
-        values, bounds, rank = values[kept], counted[bounds], rank[kept]
-    return _join([_packed(values, bounds, rank, name, pooler_output) for name in _names(pooling)])
-
-
-def pool_bucketed(
-    hidden: Tensor,
-    cu_seqlens: Tensor,
-    opens: Tensor,
-    places: Tensor,
-    pooling: Pooling | Sequence[Pooling] = "mean",
-) -> Tensor:
-    """Return one vector per slot of a batch that is padded to its shape, without a device synchronisation.
-
-    The same as ``pool_packed`` for texts that are real; what slots without tokens have is of no meaning, and finite.
-
-    Args:
-        hidden: ``(tokens, hidden)``.
-        cu_seqlens: where each text begins, and the end of the last one, ``(slots + 1,)``.
-        opens: each text's first token, ``(slots,)``.
-        places: each token's place in its text, ``(tokens,)``.
-        pooling: as in ``pool_padded``, without the pooler.
-
-    Raises:
-        PredictError: a pooling is unknown, or the pooler's.
-    """
-    values, lengths = _float(hidden), cu_seqlens.to(torch.int64).diff()
+    lengths = bounds.diff()
     parts = []
     for name in _names(pooling):
         if name == "pooler":
-            parts.append(_from_pooler(None))
-        elif name in ("cls", "last_token"):
-            ends = (cu_seqlens[1:].to(torch.int64) - 1).clamp(min=0)
-            parts.append(values[opens if name == "cls" else ends])
+            parts.append(_from_pooler(pooler_output))
+        elif name == "cls":
+            parts.append(values[bounds[:-1] if opens is None else opens])
+        elif name == "last_token":
+            parts.append(values[(bounds[1:] - 1).clamp(min=0)])
         elif name == "max":
-            parts.append(largest_of_texts(values, cu_seqlens))
+            found = largest_of_texts(values, cu_seqlens) if _has_segments(values) else _over(values, "max", lengths)
+            parts.append(found.masked_fill((lengths == 0)[:, None], 0.0))
         else:
             weighted, length = values, lengths[:, None].to(values.dtype)
             if name == "weighted_mean":
-                weighted = values * (places[:, None] + 1).to(values.dtype)
-                length = length * (length + 1) / 2
-            total = torch.segment_reduce(weighted, "sum", lengths=lengths, axis=0, unsafe=True)
-            length = torch.clamp(length, min=1.0)
+                if places is None:
+                    places = torch.arange(len(values), device=values.device)
+                    places = places - torch.repeat_interleave(bounds[:-1], lengths)
+                weighted, length = values * (places + 1).to(values.dtype)[:, None], length * (length + 1) / 2
+            total, length = _over(weighted, "sum", lengths), torch.clamp(length, min=_LEAST)
             parts.append(total / (torch.sqrt(length) if name == "mean_sqrt_len" else length))
     return _join(parts)
+
+
+def pool(states: Tensor, layout: Layout, names: Sequence[Any], pooled: Tensor | None = None) -> Tensor:
+    """Return the pooled vectors of a batch without padding in float32, ``(texts, hidden x poolings)``.
+
+    Args:
+        states: ``(tokens, hidden)`` or ``(batch, seq, hidden)``.
+        layout: which tokens are a text.
+        names: poolings, joined in order.
+        pooled: the output of the model's pooler, for "pooler".
+    """
+    if isinstance(layout, Packed):
+        return pool_packed(
+            states, layout.offsets, names, opens=layout.opens, places=layout.places, pooler_output=pooled
+        )  # fmt: skip
+    mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+    return pool_padded(states, mask, names, pooler_output=pooled)
+
+
+def over_texts(values: Tensor, layout: Layout, how: str) -> Tensor:
+    """Return the sum ("sum") or the largest ("max") of each text's values, none below 0, ``(texts, features)``."""
+    if not isinstance(layout, Packed):
+        return values.amax(1) if how == "max" else values.sum(1)
+    # A slot without tokens would have the least there is as its largest value.
+    return _over(values, how, layout.offsets.diff().long()).clamp(min=0.0)
+
+
+def _has_segments(values: Tensor) -> bool:
+    return values.device.type in ("cpu", "cuda")  # other devices have no reduction by segments
+
+
+def _over(values: Tensor, how: str, lengths: Tensor) -> Tensor:
+    if not _has_segments(values):
+        return scattered(values, how, lengths)
+    # Not checking spares a wait for the device; the lengths are our own.
+    return torch.segment_reduce(values, how, lengths=lengths, axis=0, unsafe=True)
+
+
+def scattered(values: Tensor, how: str, lengths: Tensor) -> Tensor:
+    """Return the sum or largest value of each run of rows, ``(runs, hidden)``, by operations that all devices have."""
+    owners = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    shape = (len(lengths), values.shape[1])
+    if how == "sum":
+        return values.new_zeros(shape).index_add_(0, owners, values)
+    found = values.new_full(shape, float("-inf"))
+    return found.scatter_reduce_(0, owners[:, None].expand_as(values), values, "amax")
 
 
 def finish_embeddings(embeddings: Tensor, *, truncate_dim: int | None = None, normalize: bool = False) -> Tensor:
@@ -193,25 +217,4 @@ def _padded(hidden: Tensor, mask: Tensor, name: str, pooler_output: Tensor | Non
         weight = weight * torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)[:, None]
     total = torch.sum(hidden * weight, 1)
     length = torch.clamp(weight.sum(1), min=_LEAST)
-    return total / (torch.sqrt(length) if name == "mean_sqrt_len" else length)
-
-
-def _packed(hidden: Tensor, bounds: Tensor, rank: Tensor, name: str, pooler_output: Tensor | None) -> Tensor:
-    if name == "pooler":
-        return _from_pooler(pooler_output)
-    lengths = bounds.diff()
-    if name in ("cls", "last_token"):
-        place = bounds[:-1] if name == "cls" else bounds[1:] - 1
-        found = hidden.new_zeros((len(lengths), hidden.shape[1]))
-        real = lengths > 0
-        found[real] = hidden[place[real]]
-        return found
-    if name == "max":
-        return largest_of_texts(hidden, bounds)
-    length = lengths[:, None].to(hidden.dtype)
-    if name == "weighted_mean":
-        weight = rank.to(hidden.dtype)[:, None]
-        hidden, length = hidden * weight, torch.segment_reduce(weight, "sum", lengths=lengths, axis=0)
-    total = torch.segment_reduce(hidden, "sum", lengths=lengths, axis=0)
-    length = torch.clamp(length, min=_LEAST)
     return total / (torch.sqrt(length) if name == "mean_sqrt_len" else length)

@@ -29,7 +29,7 @@ from flodl.data.batches import EpochPlan
 from flodl.data.rng import Rng
 from flodl.data.samplers import digest
 from flodl.train import Loss
-from flodl_hf.inference.decode.pooling import finish_embeddings, pool_bucketed, pool_packed, pool_padded
+from flodl_hf.inference.decode.pooling import finish_embeddings, pool_packed, pool_padded
 from flodl_hf.inference.graph_model.hidden_states import watched
 from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, TakenRows
 from flodl_hf.training.step import score
@@ -378,10 +378,9 @@ class VectorObjective:
 
     def _pooled(self, states: Tensor, part: Any) -> Tensor:
         names: Any = self.pooling
-        if "places" in part:
-            vectors = pool_bucketed(states, part["cu_seqlens"], part["opens"], part["places"], names)
-        elif "cu_seqlens" in part:
-            vectors = pool_packed(states, part["cu_seqlens"], names)
+        if "cu_seqlens" in part:
+            opens, places = part.get("opens"), part.get("places")
+            vectors = pool_packed(states, part["cu_seqlens"], names, opens=opens, places=places)
         else:
             vectors = pool_padded(states, part["attention_mask"], names)
         for layer in self.dense:
