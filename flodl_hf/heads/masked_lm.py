@@ -6,6 +6,7 @@ Transformers' class: ``BertForMaskedLM`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 import numpy as np
@@ -23,11 +24,9 @@ from flodl_hf.nn.encoder.losses import check_labels, token_loss
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.sentence.sparse import SparseVectors
     from flodl_hf.inference import RunKeywords
-    from flodl_hf.inference.decode.masks import MaskPlaces
     from flodl_hf.inference.decode.rows import TokenTable
     from flodl_hf.inference.engine import Pending
     from flodl_hf.inference.pipeline import Session
-    from flodl_hf.tokenization.rows import Row
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
 __all__ = ["MaskedLM"]
@@ -78,44 +77,37 @@ class MaskedLM(ScoringModel):
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
                 head.
         """
-        from flodl_hf.inference.batch import ScoresAt
+        from flodl_hf.inference.batch import BestAt, ScoresAt
         from flodl_hf.inference.inputs import as_text_list
         from flodl_hf.inference.pipeline import Session
         from flodl_hf.inference.results.lists import Fills, is_empty
-        from flodl_hf.inference.token_table import table_of
 
         tokenizer = self._ready("fill_mask", untrained=untrained)
         texts = as_text_list(texts, "fill_mask")
         targets = [targets] if isinstance(targets, str) else targets
         if tokenizer.mask_token is None or tokenizer.mask_token_id is None:
             raise PredictError("fill_mask: the tokenizer has no mask token; name one in tokenizer_config.json")
-        session = Session(self, run)
-        if targets is None and compat is None:
-            return self._fill_best(texts, session, tokenizer, top_k)
+        best = targets is None and compat is None
+        if best and top_k < 1:
+            raise PredictError(f"fill-mask: top_k={top_k}; expected at least 1", top_k=top_k)
+        session, written = Session(self, run), dict[int, str]()
 
-        def encode(chunk: list[str]) -> list[tuple[list[Row], list[list[int]]]]:
-            return [self._masked_rows(tokenizer, text) for text in chunk]
+        def start(found: _Masked) -> Pending | None:
+            work = BestAt(top_k=top_k) if best else ScoresAt()
+            # Scores of targets are computed for each text alone.
+            return session.start(found.table, work, found.columns) if best or compat is not None else None
 
-        def start(found: list[tuple[list[Row], list[list[int]]]]) -> Pending:
-            rows = [row for own, _ in found for row in own]
-            owners = [text for text, (own, _) in enumerate(found) for _ in own]
-            return session.start(
-                table_of(rows, owners, offsets=False), ScoresAt(), [p for _, own in found for p in own]
-            )
-
-        def finish(chunk: list[str], found: list[tuple[list[Row], list[list[int]]]], scores: Pending) -> list[Any]:
-            sizes = [len(places) for _, own in found for places in own]
-            logits = iter(scores.placed().pieces(sizes))
-            answers = []
-            for text, (rows, places) in zip(chunk, found, strict=True):
-                own = torch.cat([next(logits) for _ in rows])
-                answers.append(self._fill(tokenizer, session, text, rows, places, own, top_k, targets, compat))
-            return answers
+        def finish(chunk: list[str], found: _Masked, scores: Any) -> list[Any]:
+            if best:
+                return _best_words(tokenizer, chunk, found, found.at_masks(scores).numpy(), written)
+            if compat is not None:
+                return _as_pipeline(tokenizer, chunk, found, found.at_masks(scores), top_k, targets)
+            return [self._fill_targets(tokenizer, session, text, top_k, targets or ()) for text in chunk]
 
         # Scores over a whole vocabulary need much memory, so windows are small.
         return session.answer(
-            texts, encode, None, finish, start=start, kind=Fills if compat is None else None, blank=is_empty,
-            single=isinstance(texts, str), rows=16, what="fill_mask",
+            texts, self._masked, None, finish, start=start, kind=Fills if compat is None else None, blank=is_empty,
+            single=isinstance(texts, str), rows=4 if best else 16, what="fill_mask",
         )  # fmt: skip
 
     @accept_keywords(SPARSE)
@@ -214,119 +206,44 @@ class MaskedLM(ScoringModel):
 
         return self.encode(sentences, **keywords_for("document", self, how))
 
-    def _fill_best(self, texts: Any, session: Session, tokenizer: Tokenizer, top_k: int) -> Any:
-        """Return the best words of the whole vocabulary for each mask."""
-        from flodl_hf.inference.batch import BestAt
+    def _masked(self, texts: list[str]) -> _Masked:
+        """Return windows that contain every mask of the texts once."""
         from flodl_hf.inference.decode.masks import mask_places
-        from flodl_hf.inference.decode.rows import build_records
-        from flodl_hf.inference.inputs import encode as rows_of
-        from flodl_hf.inference.results.lists import Fills, is_empty
+        from flodl_hf.inference.inputs import encode
         from flodl_hf.inference.token_table import chosen_rows
 
-        if top_k < 1:
-            raise PredictError(f"fill-mask: top_k={top_k}; expected at least 1", top_k=top_k)
-        mask_id, limit = tokenizer.mask_token_id or 0, self.max_tokens
-        written: dict[int, str] = {}
-
-        def encode(chunk: list[str]) -> tuple[TokenTable, MaskPlaces]:
-            table = rows_of(tokenizer, chunk, max_tokens=limit, stride=(limit or 0) // 4, snap=False).table
-            places = mask_places(table, mask_id)
-            if len(np.unique(places.text)) < len(chunk):
-                raise PredictError(
-                    f"fill_mask: the text has no {tokenizer.mask_token}; put one where a word is to be found"
-                )
-            return table, places
-
-        def start(found: tuple[TokenTable, MaskPlaces]) -> Pending:
-            table, places = found
-            rows, columns, _ = places.by_row()
-            keep = np.zeros(len(table), bool)
-            keep[rows] = True
-            return session.start(chosen_rows(table, keep), BestAt(top_k=top_k), columns)
-
-        def finish(chunk: list[str], found: tuple[TokenTable, MaskPlaces], best: Pending) -> list[Any]:
-            _, columns, place = found[1].by_row()
-            placed = best.placed()
-            sizes = [len(own) for own in columns]
-            starts = np.repeat(placed.starts, sizes) + np.concatenate([np.arange(size) for size in sizes])
-            values = placed.values.numpy()[starts[place]]
-            if not values[:, -1].all():
-                raise PredictError(
-                    "fill-mask: the logits are not finite; expected numbers; half precision may have overflowed, so "
-                    "predict in float32 or bfloat16"
-                )
-            wide = (values.shape[1] - 1) // 2
-            scores, ids = values[:, :wide].tolist(), values[:, wide:-1].astype(np.int64).tolist()
-            for token in {token for row in ids for token in row} - written.keys():
-                written[token] = _written(tokenizer, (token,))
-            answers: list[list[list[Fill]]] = [[] for _ in chunk]
-            for text, own, tokens in zip(found[1].text.tolist(), scores, ids, strict=True):
-                before, after = _around(tokenizer, chunk[text], len(answers[text]))
-                words = [written[token] for token in tokens]
-                given = [(token,) for token in tokens]
-                answers[text].append(build_records(Fill, words, own, given, [before + word + after for word in words]))
-            return answers
-
-        return session.answer(
-            texts, encode, None, finish, start=start, kind=Fills, blank=is_empty, single=isinstance(texts, str),
-            rows=4, what="fill_mask",
-        )  # fmt: skip
-
-    def _fill(
-        self,
-        tokenizer: Tokenizer,
-        session: Session,
-        text: str,
-        rows: list[Row],
-        places: list[list[int]],
-        logits: Tensor,
-        top_k: int,
-        targets: Sequence[str] | None,
-        compat: str | None,
-    ) -> list[Any]:
-        from flodl_hf.inference.decode.compat.fill_mask import fill_mask
-
-        if compat is not None:
-            ids = [_target_ids(tokenizer, word)[0] for word in targets] if targets else None
-            return fill_mask(
-                logits, list(rows[0].ids),
-                mask_id=tokenizer.mask_token_id or 0, pad_id=tokenizer.pad_token_id,
-                decode=lambda i, skip: tokenizer.decode(i, skip_special_tokens=skip), top_k=top_k, targets=ids,
-            )  # fmt: skip
-        assert targets is not None
-        return self._fill_targets(tokenizer, session, text, top_k, targets, rows, places)
+        tokenizer: Any = self.tokenizer
+        limit = self.max_tokens
+        table = encode(tokenizer, texts, max_tokens=limit, stride=(limit or 0) // 4, snap=False).table
+        places = mask_places(table, tokenizer.mask_token_id)
+        if len(np.unique(places.text)) < len(texts):
+            raise PredictError(
+                f"fill_mask: the text has no {tokenizer.mask_token}; put one where a word is to be found"
+            )
+        rows, columns, place = places.by_row()
+        keep = np.zeros(len(table), bool)
+        keep[rows] = True
+        return _Masked(chosen_rows(table, keep), columns, places.text, place)
 
     def _fill_targets(
-        self,
-        tokenizer: Tokenizer,
-        session: Session,
-        text: str,
-        top_k: int,
-        targets: Sequence[str],
-        rows: list[Row],
-        places: list[list[int]],
+        self, tokenizer: Tokenizer, session: Session, text: str, top_k: int, targets: Sequence[str]
     ) -> list[Any]:
         from flodl_hf.inference.batch import ScoresAt
         from flodl_hf.inference.decode.masks import decode_targets
-        from flodl_hf.inference.token_table import table_of
 
         ids = [_target_ids(tokenizer, word) for word in targets]
-        masks = sum(map(len, places))
-        sizes = sorted({len(i) for i in ids})
+        masked = self._masked([text])
         scores: list[Tensor] = []
         at: dict[tuple[int, int], list[int]] = {}  # (mask, size) -> rows of the joined scores
         total = 0
-        for size in sizes:
-            for mask in range(masks):
+        for size in sorted({len(i) for i in ids}):
+            for mask in range(len(masked.text)):
                 widened = _put(tokenizer, text, mask, (tokenizer.mask_token or "") * size)
-                wide_rows, wide_places = (rows, places) if size == 1 else self._masked_rows(tokenizer, widened)
-                table = table_of(wide_rows, [0] * len(wide_rows), offsets=False)
-                found = session.start(table, ScoresAt(), wide_places).placed()
-                joined = torch.cat(found.pieces([len(own) for own in wide_places]))
+                found = masked if size == 1 else self._masked([widened])
+                scores.append(found.at_masks(session.start(found.table, ScoresAt(), found.columns)))
                 at[mask, size] = list(range(total + mask, total + mask + size))
-                scores.append(joined)
-                total += len(joined)
-        order = [at[mask, len(i)] for mask in range(masks) for i in ids]
+                total += len(scores[-1])
+        order = [at[mask, len(i)] for mask in range(len(masked.text)) for i in ids]
         proposals = decode_targets(torch.cat(scores), ids, places=order, top_k=top_k)
         return [
             [
@@ -341,30 +258,81 @@ class MaskedLM(ScoringModel):
             for n, fills in enumerate(proposals)
         ]
 
-    def _masked_rows(self, tokenizer: Tokenizer, text: str) -> tuple[list[Row], list[list[int]]]:
-        """Return windows that contain every mask once, and the masks' positions in each."""
-        mask = tokenizer.mask_token_id
-        limit = self.max_tokens
-        windows = tokenizer.encode_rows([text], max_tokens=limit, stride=(limit or 0) // 4, snap=False)[0]
-        best: dict[int, tuple[int, int, int]] = {}  # place in the text -> (context, window, place in the row)
-        for n, row in enumerate(windows):
-            lead = next((i for i, s in enumerate(row.sequence_ids) if s is not None), 0)
-            for place, token in enumerate(row.ids):
-                if token != mask or row.sequence_ids[place] is None:
-                    continue
-                context = min(place, len(row.ids) - 1 - place)
-                whole = row.first_token + place - lead
-                if whole not in best or context > best[whole][0]:
-                    best[whole] = (context, n, place)
-        if not best:
-            raise PredictError(
-                f"fill_mask: the text has no {tokenizer.mask_token}; put one where a word is to be found"
+
+@dataclass(frozen=True)
+class _Masked:
+    """Windows with masks, each mask in one of them.
+
+    Attributes:
+        table: the windows.
+        columns: places of the masks of each window.
+        text: the text of each mask, in the order of texts and of their masks, ``(masks,)``.
+        place: index of each mask among all ``columns``, ``(masks,)``.
+    """
+
+    table: TokenTable
+    columns: list[list[int]]
+    text: np.ndarray
+    place: np.ndarray
+
+    def at_masks(self, scores: Pending) -> Tensor:
+        """Return the results of the masks in their order, ``(masks, ...)``."""
+        placed, sizes = scores.placed(), [len(own) for own in self.columns]
+        starts = np.repeat(placed.starts, sizes) + np.concatenate([np.arange(size) for size in sizes])
+        return placed.values[torch.from_numpy(starts[self.place])]
+
+
+def _best_words(
+    tokenizer: Tokenizer, texts: list[str], found: _Masked, values: np.ndarray, written: dict[int, str]
+) -> list[Any]:
+    """Return the best words of the whole vocabulary for each mask of each text.
+
+    Args:
+        tokenizer: the tokenizer.
+        texts: texts.
+        found: their masks.
+        values: results of `BestAt`.
+        written: known tokens as text; others are added.
+    """
+    from flodl_hf.inference.decode.rows import build_records
+
+    if not values[:, -1].all():
+        raise PredictError(
+            "fill-mask: the logits are not finite; expected numbers; half precision may have overflowed, so "
+            "predict in float32 or bfloat16"
+        )
+    wide = (values.shape[1] - 1) // 2
+    scores, ids = values[:, :wide].tolist(), values[:, wide:-1].astype(np.int64).tolist()
+    for token in {token for row in ids for token in row} - written.keys():
+        written[token] = tokenizer.decode([token]).strip()
+    answers: list[list[list[Fill]]] = [[] for _ in texts]
+    for text, own, tokens in zip(found.text.tolist(), scores, ids, strict=True):
+        before, after = _around(tokenizer, texts[text], len(answers[text]))
+        words = [written[token] for token in tokens]
+        given = [(token,) for token in tokens]
+        answers[text].append(build_records(Fill, words, own, given, [before + word + after for word in words]))
+    return answers
+
+
+def _as_pipeline(
+    tokenizer: Tokenizer, texts: list[str], found: _Masked, logits: Tensor, top_k: int, targets: Sequence[str] | None
+) -> list[Any]:
+    """Return the words for the masks of each text as the pipeline of transformers has them."""
+    from flodl_hf.inference.decode.compat.fill_mask import fill_mask
+
+    ids = [_target_ids(tokenizer, word)[0] for word in targets] if targets else None
+    table, answers = found.table, []
+    for text in range(len(texts)):
+        first = int(np.flatnonzero(table.owners == text)[0])
+        row = table.ids[table.starts[first] : table.starts[first] + table.lengths[first]].tolist()
+        answers.append(
+            fill_mask(
+                logits[torch.from_numpy(found.text == text)], row,
+                mask_id=tokenizer.mask_token_id or 0, pad_id=tokenizer.pad_token_id,
+                decode=lambda i, skip: tokenizer.decode(i, skip_special_tokens=skip), top_k=top_k, targets=ids,
             )
-        kept: dict[int, list[int]] = {}
-        for whole in sorted(best):
-            _, n, place = best[whole]
-            kept.setdefault(n, []).append(place)
-        return [windows[n] for n in kept], list(kept.values())
+        )  # fmt: skip
+    return answers
 
 
 def _target_ids(tokenizer: Tokenizer, word: str) -> list[int]:
@@ -376,10 +344,6 @@ def _target_ids(tokenizer: Tokenizer, word: str) -> list[int]:
     if not ids:
         raise PredictError(f"fill_mask: the target {word!r} has no tokens; expected a word", target=word)
     return ids
-
-
-def _written(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    return tokenizer.decode(list(ids)).strip()
 
 
 def _around(tokenizer: Tokenizer, text: str, mask: int) -> tuple[str, str]:
