@@ -85,12 +85,6 @@ class Engine:
         places = model.config.max_tokens
         return cls(found, options, types=model._reads_types, longest=places and places - model.virtual_tokens)
 
-    def batches(self, table: TokenTable) -> list[np.ndarray]:
-        """Return which rows run together."""
-        return plan_batches(
-            table.lengths, self.budget, equal=self.exact, alone=self.options.batch_invariant
-        )  # fmt: skip
-
     def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None = None) -> Pending:
         """Start all rows; return immediately if the device works asynchronously.
 
@@ -101,7 +95,8 @@ class Engine:
         """
         check_rows(table)
         pending = Pending(len(table))
-        batches = self.batches(table)
+        alone = self.options.batch_invariant
+        batches = plan_batches(table.lengths, self.budget, equal=self.exact, alone=alone)
         with torch.inference_mode(), current(self.device, self.options.precision):
             if self.prepared.layered is not None:
                 self._by_layers(pending, table, batches, work, places)

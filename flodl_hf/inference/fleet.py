@@ -13,7 +13,7 @@ from threading import Thread
 import numpy as np
 import torch
 
-from flodl_hf.inference.batch import Work
+from flodl_hf.inference.batch import Work, plan_batches
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine, Pending, current
 
@@ -36,8 +36,8 @@ class Fleet:
         pending = Pending(len(table))
         budget = min(engine.budget for engine in self.engines)
         smallest = min(self.engines, key=lambda engine: engine.budget)
-        smallest.budget = budget
-        queue = deque(smallest.batches(table))
+        alone = smallest.options.batch_invariant
+        queue = deque(plan_batches(table.lengths, budget, equal=smallest.exact, alone=alone))
         for engine in self.engines:
             args = (engine, pending, queue, table, work, places)
             thread = Thread(target=_serve, args=args, name=f"flodl-hf-{engine.device}", daemon=True)

@@ -227,7 +227,8 @@ def decide(found: Sequence[Classification], thresholds: Mapping[str, float]) -> 
 def _scores(logits: Tensor, activation: Activation) -> np.ndarray:
     """Return what `class_scores` does, as an array: a handful of rows is done before a tensor operation starts."""
     values = logits.float().cpu().numpy()
-    _finite(values, "classification")
+    if not np.isfinite(values).all():
+        raise _not_finite("classification")
     if activation == "none" or not values.size:
         return values
     if activation not in _FUNCTIONS:
@@ -240,12 +241,11 @@ def _scores(logits: Tensor, activation: Activation) -> np.ndarray:
         return powers
 
 
-def _finite(values: Tensor | np.ndarray, task: str) -> None:
-    if not bool(np.isfinite(values).all() if isinstance(values, np.ndarray) else torch.isfinite(values).all()):
-        raise PredictError(
-            f"{task}: the logits are not finite; expected numbers; half precision may have overflowed, "
-            "so predict in float32 or bfloat16"
-        )
+def _not_finite(task: str) -> PredictError:
+    return PredictError(
+        f"{task}: the logits are not finite; expected numbers; half precision may have overflowed, "
+        "so predict in float32 or bfloat16"
+    )
 
 
 def _thresholds(threshold: float | Sequence[float] | Mapping[str, float], labels: Sequence[str]) -> Tensor:
@@ -325,7 +325,8 @@ def decode_zero_shot(
         multi_label: whether several candidates may be true.
     """
     values = as_tensor(logits).float()
-    _finite(values, "zero-shot")
+    if not bool(torch.isfinite(values).all()):
+        raise _not_finite("zero-shot")
     pairs = int(owners.max()) + 1 if len(owners) else 0
     merged = mean_over_windows(values, owners, pairs, weights)
     windows = np.bincount(owners, minlength=pairs).tolist()
@@ -374,7 +375,8 @@ def decode_ranking(
     if activation == "softmax":
         raise PredictError("ranking: softmax of one number is always 1; expected 'sigmoid' or 'none'")
     given = values.reshape(-1).cpu().numpy()
-    _finite(given, "ranking")
+    if not np.isfinite(given).all():
+        raise _not_finite("ranking")
     scores = class_scores(values.reshape(-1), activation).cpu().numpy()
     owner = np.arange(len(given)) if owners is None else owners
     windows = np.bincount(owner)

@@ -358,7 +358,7 @@ def equal_runs(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """
     start = 0
     for length, run in groupby(lengths):
-        count = sum(1 for _ in run)
+        count = len(list(run))
         yield start, count, length
         start += count * length
 
