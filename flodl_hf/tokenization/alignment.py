@@ -18,24 +18,7 @@ from flodl.data.rng import Rng
 from flodl.errors import DataError, capped, nearest, printable
 from flodl_hf.tokenization.rows import Row
 
-__all__ = [
-    "IGNORE",
-    "Extent",
-    "Scheme",
-    "Span",
-    "TextSpan",
-    "Units",
-    "align_tags",
-    "answer_positions",
-    "chosen_tokens",
-    "join_words",
-    "mask_tokens",
-    "num_masked",
-    "read_tags",
-    "spans_of",
-    "tags_of_spans",
-    "word_units",
-]
+__all__ = ["align_tags", "join_words", "read_tags", "word_units"]
 
 IGNORE = -100
 """The label of a token that does not count; PyTorch's cross entropy leaves it out."""
