@@ -16,7 +16,7 @@ import flodl
 import flodl_hf
 from flodl import errors
 from flodl_hf import errors as hf_errors
-from flodl_hf.cli.docs import MODULES
+from flodl_hf.cli.docs import MODULES, exported
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,6 +251,8 @@ def test_internal_modules_export_no_names() -> None:
     internal = [name for name in modules() if name not in MODULES and (name[:6] != "flodl." or name.count(".") > 1)]
     assert [name for name in internal if "__all__" in bound_names(name)] == []
     assert [name for name in MODULES if "__all__" not in bound_names(name)] == []
+    assert [f"{m}.{name}" for m in MODULES for name in exported(m) if name not in bound_names(m)] == []
+    assert sum(len(exported(name)) for name in MODULES if name.startswith("flodl_hf")) <= 180
 
 
 @pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="tested from a wheel, without the repository")
