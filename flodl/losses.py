@@ -1,14 +1,14 @@
-"""Losses that torch lacks."""
+"""A loss that torch lacks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
+from torch.nn.functional import cross_entropy
 
 from flodl.errors import TrainError
 
-__all__ = ["binary_focal_loss", "focal_loss"]
+__all__ = ["focal_loss"]
 
 
 def focal_loss(
@@ -36,7 +36,12 @@ def focal_loss(
     Raises:
         TrainError: an unknown reduction, or gamma below 0.
     """
-    _check(gamma, reduction)
+    if reduction not in ("mean", "sum", "none"):
+        raise TrainError(
+            f"focal loss: found reduction={reduction!r}, expected 'mean', 'sum' or 'none'", found=reduction
+        )
+    if not gamma >= 0:
+        raise TrainError(f"focal loss: found gamma={gamma!r}, expected 0 or more", gamma=gamma)
     if gamma == 0:
         return cross_entropy(logits, labels, weight, ignore_index=ignore_index, reduction=reduction)
     plain = cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
@@ -46,48 +51,6 @@ def focal_loss(
         share = share * weight.to(plain.dtype)[labels.clamp(min=0) * counted]
     # expm1 of the logarithm is exact near p = 1, where 1 - p is small.
     losses = (-torch.expm1(-plain)).clamp(min=0) ** gamma * plain * share
-    return _reduced(losses, share, reduction)
-
-
-def binary_focal_loss(
-    logits: Tensor, targets: Tensor, *, gamma: float = 2.0, alpha: float | None = None, reduction: str = "mean"
-) -> Tensor:
-    """Return the focal loss of independent binary labels.
-
-    Args:
-        logits: any shape.
-        targets: the same shape, from 0 to 1.
-        gamma: exponent of the weight, 0 or more; 0 without alpha is ``binary_cross_entropy_with_logits``.
-        alpha: weight of positive labels; negative ones get ``1 - alpha``.
-        reduction: ``"mean"`` over all elements, ``"sum"`` or ``"none"``.
-
-    Raises:
-        TrainError: an unknown reduction, gamma below 0, or alpha outside of 0 to 1.
-    """
-    _check(gamma, reduction)
-    if alpha is not None and not 0 <= alpha <= 1:
-        raise TrainError(f"binary_focal_loss: found alpha={alpha!r}, expected 0 to 1, or None", alpha=alpha)
-    targets = targets.to(logits.dtype)
-    if gamma == 0 and alpha is None:
-        return binary_cross_entropy_with_logits(logits, targets, reduction=reduction)
-    # Both terms are computed, because targets between 0 and 1 mix them.
-    right, wrong = -logsigmoid(logits), -logsigmoid(-logits)
-    hard_right, hard_wrong = torch.sigmoid(-logits) ** gamma, torch.sigmoid(logits) ** gamma
-    up, down = (1.0, 1.0) if alpha is None else (alpha, 1.0 - alpha)
-    losses = up * targets * hard_right * right + down * (1 - targets) * hard_wrong * wrong
-    return _reduced(losses, torch.ones_like(losses), reduction)
-
-
-def _check(gamma: float, reduction: str) -> None:
-    if reduction not in ("mean", "sum", "none"):
-        raise TrainError(
-            f"focal loss: found reduction={reduction!r}, expected 'mean', 'sum' or 'none'", found=reduction
-        )
-    if not gamma >= 0:
-        raise TrainError(f"focal loss: found gamma={gamma!r}, expected 0 or more", gamma=gamma)
-
-
-def _reduced(losses: Tensor, share: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / share.sum()

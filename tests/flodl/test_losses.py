@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import cross_entropy
 
 from flodl.errors import TrainError
-from flodl.losses import binary_focal_loss, focal_loss
+from flodl.losses import focal_loss
 
 
 def made(shape=(7, 4), labels=4):
@@ -58,31 +58,8 @@ def test_gradients_are_those_of_the_formula_and_finite_where_it_is_certain():
     assert torch.isfinite(sure.grad).all()
 
 
-@pytest.mark.parametrize("gamma", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize("alpha", [None, 0.25])
-def test_labels_by_themselves(gamma, alpha):
-    g = torch.Generator().manual_seed(5)
-    logits = torch.randn(6, 3, generator=g, dtype=torch.float64) * 3
-    targets = torch.randint(0, 2, (6, 3), generator=g)
-    p = torch.sigmoid(logits)
-    right = torch.where(targets == 1, p, 1 - p)
-    share = torch.ones_like(p) if alpha is None else torch.where(targets == 1, alpha, 1 - alpha)
-    by_hand = -share * (1 - right) ** gamma * right.log()
-    torch.testing.assert_close(binary_focal_loss(logits, targets, gamma=gamma, alpha=alpha), by_hand.mean())
-    if gamma == 0 and alpha is None:
-        assert torch.equal(
-            binary_focal_loss(logits, targets, gamma=0.0), binary_cross_entropy_with_logits(logits, targets.double())
-        )
-    logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: binary_focal_loss(x, targets, gamma=gamma, alpha=alpha), (logits,))
-
-
 @pytest.mark.parametrize("options", [{"reduction": "average"}, {"gamma": -1.0}, {"gamma": float("nan")}])
 def test_what_cannot_be_is_refused(options):
     logits, labels = made()
     with pytest.raises(TrainError, match="focal loss: found"):
         focal_loss(logits, labels, **options)
-    with pytest.raises(TrainError, match="focal loss: found"):
-        binary_focal_loss(logits, logits, **options)
-    with pytest.raises(TrainError, match="alpha=2"):
-        binary_focal_loss(logits, logits, alpha=2.0)
