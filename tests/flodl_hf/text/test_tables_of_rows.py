@@ -76,7 +76,7 @@ def test_rows_made_at_once_are_the_rows_made_one_by_one(template: str, pairs: bo
     assert slowly.rows
     assert not quickly.rows
     assert rows_of(quickly) == rows_of(slowly)
-    assert np.array_equal(np.sort(quickly.owners), slowly.owners)
+    assert np.array_equal(np.sort(quickly.table.owners), slowly.table.owners)
 
 
 PIECES = st.sampled_from(["cats", "dogs", "a", "##s", "#", "[MASK]", "[SEP]", ",", "zebra", "cat##s"]) | st.text(
