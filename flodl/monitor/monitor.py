@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike, fspath
 from time import monotonic
 from typing import Any, TextIO
@@ -30,6 +30,9 @@ from flodl.monitor.record import RunRecord, as_text
 from flodl.monitor.resources import usage_text
 from flodl.monitor.server import PageServer
 from flodl.monitor.store import RunStore
+
+COMMANDS = ("evaluate", "save", "stop")
+"""Requests to a run that the page can send."""
 
 
 class Monitor:
@@ -82,6 +85,7 @@ class Monitor:
         self._pace_s = 0.0
         self.pages: list[str] = []
         self._facts: dict[str, dict[str, Any]] = {}
+        self._commands: tuple[list[str], Callable[[str], Any]] | None = None
         self._live: LiveRun | None = None
         self._server: PageServer | None = None
         self._lock = threading.RLock()
@@ -227,11 +231,12 @@ class Monitor:
 
     # ---- the page ------------------------------------------------------------------------------------
 
-    def serve(self, port: int | None = None, *, names: Iterable[str] = ()) -> str:
+    def serve(self, port: int | None = None, *, control: bool = False, names: Iterable[str] = ()) -> str:
         """Serve the page on this machine and return its address.
 
         Args:
             port: None for the first free port from 6060, 0 for any free port.
+            control: let the page request an evaluation, a save or a stop; the address then ends in a token.
             names: further accepted values of ``Host``, such as ``localhost:16060`` behind a forwarded port.
 
         Raises:
@@ -243,7 +248,9 @@ class Monitor:
             "/history.json": ("application/json", lambda: as_text(self._run().record.epochs)),
             "/graph.svg": ("image/svg+xml", lambda: self._run().record.picture),
         }
-        self._server = PageServer(self.store, port=port, names=names, routes=routes)
+        self._server = PageServer(
+            self.store, port=port, control=control, names=names, on_command=self._on_command, routes=routes
+        )
         if "status" not in self.record.state:
             self._run().update(state={"status": "waiting"})
         self._flush()
@@ -254,6 +261,12 @@ class Monitor:
     def url(self) -> str | None:
         """Address of the page; None if it is not served."""
         return None if self._server is None else self._server.url
+
+    def enable_control(self, commands: Iterable[str], call: Callable[[str], Any]) -> None:
+        """Call ``call(command)`` when the page sends one of these commands (of `COMMANDS`)."""
+        allowed = [word for word in COMMANDS if word in set(commands)]
+        self._commands = (allowed, call)
+        self._run().update(state={"orders": allowed})
 
     def close(self) -> None:
         """Send the last messages, and close the server and the record."""
@@ -290,6 +303,8 @@ class Monitor:
             self._live = run = LiveRun(self)
             if self._facts:
                 run.update(facts={section: dict(values) for section, values in self._facts.items()})
+            if self._commands is not None:
+                run.update(state={"orders": self._commands[0]})
         if self._thread is None and not self._is_closed:
             self._thread = threading.Thread(target=_pump, args=(weakref.ref(self),), name="flodl-monitor", daemon=True)
             self._thread.start()
@@ -307,6 +322,19 @@ class Monitor:
                 write_atomically(path, [self.page().encode()])
             except OSError as fault:  # a monitor must not end a run
                 self.note(f"page {path} was not written: {fault}", "warning")
+
+    def _on_command(self, word: str) -> tuple[int, str]:
+        """Return the HTTP status and the answer to a command of the page."""
+        if word not in COMMANDS:
+            return 400, f"expected one of {', '.join(COMMANDS)}"
+        if self._commands is None or self._live is None or self._live.is_over:
+            return 409, "no run is active"
+        allowed, call = self._commands
+        if word not in allowed:
+            return 409, f"this run does not accept {word}"
+        call(word)
+        self.note(f"requested by the page: {word}")
+        return 202, f"requested: {word} at the next step"
 
     def _print(self, line: str) -> None:
         if not self._quiet:

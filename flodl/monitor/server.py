@@ -6,6 +6,9 @@ sites. A path is compared with a fixed table and never opens a file. Every respo
 
 from __future__ import annotations
 
+import hmac
+import json
+import secrets
 import socketserver
 import threading
 import time
@@ -22,6 +25,7 @@ from flodl.monitor.store import RunStore
 FIRST_PORT, NUM_PORTS = 6060, 20
 HOST = "127.0.0.1"
 MAX_STREAMS = 24
+MAX_BODY = 1024
 REQUEST_TIMEOUT_S = 5.0
 STREAM_TIMEOUT_S = 15.0
 """Seconds after which a page that reads nothing is disconnected."""
@@ -42,6 +46,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
     "Connection": "close",
 }
+Answer = tuple[int, str]
 Route = tuple[str, Callable[[], str]]
 
 
@@ -62,16 +67,31 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(*refused)
         return refused is None
 
-    def _refused(self) -> tuple[int, str] | None:
+    def _refused(self) -> Answer | None:
         """Return the status and reason of a request that is not accepted."""
         headers, page = self.headers, self.page
         hosts, origin = headers.get_all("host", []), headers.get("origin")
+        is_command = self.command == "POST" and page.store.control and self.url.path == "/control"
+        length = headers.get("content-length", "")
+        has_length = length.isdecimal() and "transfer-encoding" not in headers
+        has_token = origin is not None and hmac.compare_digest(
+            page.token.encode(), headers.get("x-monitor-token", "").encode("utf-8", "replace")
+        )
+        of_commands = [
+            (403, "origin and token needed", not has_token),
+            (415, "JSON needed", headers.get_content_type() != "application/json"),
+            (400, "length needed", not has_length),
+            (413, "body too long", has_length and int(length) > MAX_BODY),
+        ]
+        of_pages = [
+            (405, "method not allowed", self.command not in ("GET", "HEAD")),
+            (400, "unexpected body", bool(length) or "transfer-encoding" in headers),
+        ]
         refusals = [
             (421, "unknown host", len(hosts) != 1 or hosts[0].lower() not in page.hosts),
             (403, "other origin", origin is not None and origin.lower() not in page.origins),
             (403, "other site", headers.get("sec-fetch-site", "none").lower() not in ("none", "same-origin")),
-            (405, "method not allowed", self.command not in ("GET", "HEAD")),
-            (400, "unexpected body", bool(headers.get("content-length")) or "transfer-encoding" in headers),
+            *(of_commands if is_command else of_pages),
         ]
         return next(((status, reason) for status, reason, applies in refusals if applies), None)
 
@@ -86,6 +106,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404, "not found")
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Run a command such as ``{"do": "save"}``."""
+        try:
+            wanted = json.loads(self.rfile.read(int(self.headers["content-length"])))["do"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            wanted = None
+        status, text = self.page.on_command(str(wanted))
+        self.respond(status, json.dumps({"said": text}), "application/json")
 
     def _stream(self) -> None:
         store = self.page.store
@@ -131,7 +160,9 @@ class PageServer(socketserver.ThreadingTCPServer):
     Args:
         store: the runs.
         port: None for the first free port from 6060, 0 for any free port.
+        control: whether the page may send commands, with a token that is part of `url`.
         names: further accepted values of ``Host``.
+        on_command: receives a command, returns an HTTP status and a sentence.
         routes: further paths, each with its media type and a function that returns the text.
 
     Attributes:
@@ -148,7 +179,9 @@ class PageServer(socketserver.ThreadingTCPServer):
         store: RunStore,
         *,
         port: int | None = None,
+        control: bool = False,
         names: Iterable[str] = (),
+        on_command: Callable[[str], Answer] = lambda word: (400, "no command is accepted"),
         routes: Mapping[str, Route] | None = None,
     ) -> None:
         last = FIRST_PORT + NUM_PORTS if port is None else port
@@ -161,9 +194,10 @@ class PageServer(socketserver.ThreadingTCPServer):
                     text = f"cannot listen on port {number} ({fault}). Pass a free port, or 0 for any."
                     raise TrainError(f"monitor: {text}", port=number) from None
         port = int(self.server_address[1])
-        self.store = store
+        self.store, self.on_command, self.token = store, on_command, secrets.token_hex(16)
         self.hosts = {f"{HOST}:{port}", f"localhost:{port}", *(name.lower() for name in names)}
         self.origins = {f"http://{name}" for name in self.hosts}
+        store.control = control
         self.routes: dict[str, Route] = {
             "/": ("text/html; charset=utf-8", served_page),
             "/monitor.css": ("text/css; charset=utf-8", lambda: asset("monitor.css")),
@@ -173,7 +207,8 @@ class PageServer(socketserver.ThreadingTCPServer):
             "/api/runs": ("application/json", store.to_json),
             **(routes or {}),
         }
-        self.url = f"http://{HOST}:{port}/"
+        # A browser does not send what follows "#", so no log contains the token of commands.
+        self.url = f"http://{HOST}:{port}/" + f"#token={self.token}" * control
         threading.Thread(target=self.serve_forever, args=(0.1,), name="flodl-monitor-server", daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -24,13 +24,14 @@ class RunStore:
         kind: ``"live"`` for runs of this process, ``"folder"`` for runs read from files.
 
     Attributes:
+        control: whether the page may send commands.
         records: records by id, in the order in which runs began.
         num_readers: number of open pages.
         is_closed: whether the streams of all pages have ended or end after their next message.
     """
 
     def __init__(self, kind: str = "live") -> None:
-        self.kind = kind
+        self.kind, self.control = kind, False
         self.records: dict[str, RunRecord] = {}
         self.num_readers, self.is_closed = 0, False
         self._changed = threading.Condition()
@@ -83,7 +84,7 @@ class RunStore:
             records = list(self.records.values())
             curves = sum(len(record.series) for record in records)
             most = max(60, min(MAX_POINTS, MAX_TOTAL_POINTS // max(1, curves)))
-            head = as_text({"kind": self.kind, "now": round(time.time(), 3)})
+            head = as_text({"kind": self.kind, "control": self.control, "now": round(time.time(), 3)})
             return f'{head[:-1]},"runs":[{",".join(record.snapshot_text(most) for record in records)}]}}'
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -60,10 +60,13 @@ class Audience:
             self._stack.callback(shown.close)
         self.subscribers = [*subscribers, *((call, ()) for call in added)]
 
-    def listen(self, events: Events) -> None:
-        """Subscribe all of them."""
+    def listen(self, events: Events, ask: Callable[[str], Any], *, evaluates: bool) -> None:
+        """Subscribe all of them; the monitor may send requests by ``ask``."""
         for call, kinds in self.subscribers:
             events.subscribe(call, *kinds)
+        if self.monitor is not None:
+            evaluate, save = ["evaluate"] * evaluates, ["save"] * (self.settings.folder is not None)
+            self.monitor.enable_control([*evaluate, *save, "stop"], ask)
 
     def __enter__(self) -> Audience:
         """Return self."""

@@ -144,7 +144,7 @@ class Handle:
         self._stopped: dict[str, Any] = {}
         self._metrics_fn = Guarded(plan.metrics_fn, "metrics_fn")
         self._audience = Audience(settings, plan.subscribers, first=True, total=plan.total)
-        self._audience.listen(self._events)
+        self._audience.listen(self._events, self.ask, evaluates=plan.evaluates)
         listening = "all" if self._audience.needs_all_events else "some" if self._audience.subscribers else ""
         own = replace(settings, trackers=(), monitor=self._audience.monitor is not None)
         sent = replace(plan, settings=own, subscribers=(), metrics_fn=None, listening=listening)

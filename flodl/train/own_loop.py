@@ -45,7 +45,7 @@ class OwnLoop:
         if self._audience is None:
             trainer = self.trainer
             self._audience = Audience(trainer.settings, trainer.plan.subscribers, first=trainer.ranks.rank == 0)
-            self._audience.listen(trainer.events)
+            self._audience.listen(trainer.events, trainer.ask, evaluates=False)
             if hasattr(trainer.optimizer, "register_step_pre_hook"):
                 trainer.optimizer.register_step_pre_hook(self._refuse_own_step)
             trainer.restore()

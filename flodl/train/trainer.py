@@ -200,7 +200,7 @@ class Trainer(TrainerParts):
             self.prepare(ranks)
             self.events.subscribe(metrics.append, EpochMetrics)
             if audience is not None:
-                audience.listen(self.events)
+                audience.listen(self.events, self.ask, evaluates=self.plan.evaluates)
             self.train()
             # Sharded weights are gathered before ranks leave.
             trained = Trained.of(self.model, keep=ranks.rank == 0 or not self.sharded)

@@ -91,7 +91,7 @@ def _run(values: dict[str, Any], said: Mapping[str, Any]) -> None:
         target = usual_folder(name, again=bool(values.get("resume")) or overwrite)
         if is_first_rank():
             say(f"the model will be written to {target}; --out DIR names another folder")
-    monitor = None if trial else _monitor(said["dashboard"])
+    monitor = None if trial else _monitor(said["dashboard"], said["dashboard_control"])
     if not is_first_rank():
         finetune(name, **data, out=target, overwrite=overwrite, monitor=monitor, **values)
         return
@@ -219,13 +219,16 @@ def _try(said: Mapping[str, Any], model: str, data: Mapping[str, Any], values: M
     emit(found.to_dict(), text, said["json_output"])
 
 
-def _monitor(dashboard: str | None) -> Any:
+def _monitor(dashboard: str | None, control: bool) -> Any:
     """Return the monitor for ``--dashboard``, with its page open; None on other ranks, or without the option.
 
     Raises:
+        ConfigError: control without a page.
         TrainError: the port is taken.
     """
     if dashboard is None:
+        if control:
+            raise ConfigError("--dashboard-control: there is no --dashboard that it could be of", problems=["control"])
         return None
     from flodl.distributed.group import is_first_rank
     from flodl.monitor import Monitor
@@ -233,7 +236,7 @@ def _monitor(dashboard: str | None) -> Any:
     if not is_first_rank():
         return True  # each rank tells of its work, the first one shows it
     monitor = Monitor(quiet=True)
-    url = monitor.serve(None if dashboard == ANY_PORT else int(dashboard))
+    url = monitor.serve(None if dashboard == ANY_PORT else int(dashboard), control=control)
     say(f"watch this run at {url}")
     return monitor
 
@@ -373,6 +376,8 @@ def _command() -> Callable[..., None]:
         TIMING,
         option("dashboard", str, "Show the run on a page of this machine, at this port or the first free one from 6060 "
                "on.", metavar="[PORT]"),
+        option("dashboard_control", bool, "Let that page make the run evaluate, save or stop, authorised by the token "
+               "in its address.", default=False),
         *option_parameters(table),
         option("json_output", bool, "Print one JSON document instead of text.", "--json", default=False),
         option("help_all", bool, "Show all options and exit.", default=False),

@@ -1,9 +1,14 @@
-// The page: receives messages, draws the panels.
+// The page: receives messages, draws the panels, sends commands.
 
 const page = {
-  runs: new Map(), chosen: new Set(), focus: null, live: false, kind: "live", skew: 0, stale: true, picked: false,
+  runs: new Map(), chosen: new Set(), focus: null, live: false, kind: "live", control: false, skew: 0, stale: true, picked: false,
 
   begin() {
+    this.token = new URLSearchParams(location.hash.slice(1)).get("token") || read("flodl-token-" + location.host, sessionStorage);
+    if (location.hash.includes("token=")) {
+      write("flodl-token-" + location.host, this.token, sessionStorage);
+      history.replaceState(null, "", location.pathname);
+    }
     this.build();
     this.theme(read("flodl-theme", localStorage) || "auto");
     const island = document.getElementById("data");
@@ -28,6 +33,7 @@ const page = {
 
   all(said) {
     this.kind = said.kind;
+    this.control = said.control && this.live;
     this.skew = said.now - Date.now() / 1000;
     this.savedAt = said.now;
     const before = this.runs;
@@ -163,7 +169,7 @@ const page = {
     say(document.getElementById("name"), name);
     const island = document.getElementById("data") !== null;
     const usual = island ? "saved " + clock(this.savedAt) : this.live ? "" : run ? "no connection" : "connecting…";
-    say(link, usual);
+    say(link, Date.now() < (this.answerUntil || 0) ? this.answer : usual);
     link.hidden = !link.textContent;
     const share = run && run.state.total ? Math.min(1, (run.state.step || 0) / run.state.total) : run && status === "finished" ? 1 : 0;
     const bar = document.getElementById("progress");
@@ -175,6 +181,7 @@ const page = {
     this.notice.hidden = !(run && run.state.reason);
     if (run && run.state.reason) say(this.notice, run.state.reason);
     this.sections();
+    this.orders();
   },
 
   sections() {
@@ -195,6 +202,37 @@ const page = {
     say(button, { auto: "◐", light: "☀", dark: "☾" }[mode]);
     button.setAttribute("aria-label", `Colours: ${{ auto: "as the system", light: "light", dark: "dark" }[mode]}. Change`);
     button.title = { auto: "Colours as the system", light: "Light", dark: "Dark" }[mode];
+  },
+
+  // ---- commands ----
+
+  orders() {
+    const box = document.getElementById("orders"), on = this.control && this.live && this.token && this.focus && this.focus.isGoing;
+    if (!on === !box.children.length) return;
+    if (!on) return fill(box);
+    const words = (this.focus.state.orders || []).map((word) => [word, word[0].toUpperCase() + word.slice(1)]);
+    fill(box, on ? words.map(([word, text]) => h("button", { type: "button", class: word === "stop" ? "danger" : "", text, onclick: () => word === "stop" ? this.sure() : this.order(word) })) : []);
+    return undefined;
+  },
+
+  sure() {
+    const dialog = document.getElementById("sure");
+    say(document.getElementById("sure-text"), "Stop this run? Its state is saved if it has a folder, so that it can be resumed.");
+    document.getElementById("sure-no").onclick = () => dialog.close();
+    document.getElementById("sure-yes").onclick = () => { dialog.close(); this.order("stop"); };
+    dialog.showModal();
+  },
+
+  async order(word) {
+    try {
+      const answer = await fetch("/control", { method: "POST", headers: { "Content-Type": "application/json", "X-Monitor-Token": this.token }, body: JSON.stringify({ do: word }) });
+      const said = answer.headers.get("Content-Type") === "application/json" ? (await answer.json()).said : await answer.text();
+      this.answer = said;
+    } catch {
+      this.answer = "the run did not answer";
+    }
+    this.answerUntil = Date.now() + 8000;
+    this.tell();
   },
 
   csv() {

@@ -407,6 +407,31 @@ def test_everything_has_a_name_for_those_who_hear_it(monitor: Monitor, page: Any
     assert all(b - a <= 1 for a, b in itertools.pairwise(levels))
 
 
+def test_the_page_asks_the_run_where_control_is_on(monitor: Monitor, page: Any) -> None:
+    got: list[str] = []
+    url = monitor.serve(0, control=True)
+    monitor.enable_control(["save", "stop"], got.append)
+    start(monitor)
+    step(monitor, 1)
+    page.goto(url.partition("#")[0])
+    page.wait_for_selector(".vital")
+    assert page.locator("#orders button").count() == 0  # no token
+    page.goto(url)
+    page.reload()  # the token stays with the tab, and leaves the address
+    page.get_by_role("button", name="Save").click()
+    until(page, "document.getElementById('link').textContent.includes('requested: save')")
+    assert "token" not in page.url
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Continue training").click()
+    assert got == ["save"]
+    page.get_by_role("button", name="Stop").click()
+    page.locator("#sure-yes").click()
+    until(page, "document.getElementById('link').textContent.includes('requested: stop')")
+    assert got == ["save", "stop"]
+    monitor(RunDone(step=1, epoch=0, reason="stopped"))
+    until(page, "document.querySelectorAll('#orders button').length === 0")
+
+
 def test_the_script_folds_as_the_record_does(monitor: Monitor, page: Any) -> None:
     """The page and the record have the same rules: a long run reads the same in both."""
     start(monitor, steps=6000)
@@ -427,3 +452,41 @@ def test_the_script_folds_as_the_record_does(monitor: Monitor, page: Any) -> Non
     pairs = [(a[3], b[3]) for a, b in zip(theirs[1], ours.points, strict=True)]
     assert [a is None for a, _ in pairs] == [b is None for _, b in pairs]
     assert [a for a, _ in pairs if a is not None] == pytest.approx([b for _, b in pairs if b is not None], rel=1e-4)
+
+
+def test_a_run_is_driven_from_the_page(page: Any, tmp_path: Path) -> None:
+    """A real run, looked at and stopped in a browser."""
+    import threading
+
+    import torch
+    from torch import nn
+    from torch.nn.functional import mse_loss
+
+    from flodl.data import TensorRows
+    from flodl.train import Trainer, adamw
+
+    x = torch.randn(4000, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorRows({"x": x, "y": x.sum(1, keepdim=True)})
+
+    def train_step(model: nn.Module, batch: Any) -> Any:
+        time.sleep(0.01)
+        return mse_loss(model(batch["x"]), batch["y"])
+
+    with Monitor(name="steered", quiet=True, interval_s=0.02, resources_s=0) as monitor:
+        url = monitor.serve(0, control=True)
+        ends: list[RunDone] = []
+        made = Trainer.builder(nn.Linear(8, 1), adamw(1e-2), train_step).dataset(data).batch_size(4).num_epochs(50)
+        made.checkpoints(str(tmp_path)).set(monitor=monitor, progress=False).subscribe(ends.append, RunDone)
+        thread = threading.Thread(target=lambda: made.run())
+        thread.start()
+        page.goto(url)
+        until(page, "document.getElementById('status').textContent === 'running'")
+        until(page, "document.querySelectorAll('.chart').length > 2")
+        page.get_by_role("button", name="Save").click()
+        until(page, "[...document.querySelectorAll('.log .line')].some(l => l.textContent.includes('saved'))")
+        page.get_by_role("button", name="Stop").click()
+        page.locator("#sure-yes").click()
+        until(page, "document.getElementById('status').textContent === 'stopped'")
+        thread.join(timeout=300)
+        assert ends[0].reason == "stopped"
+        assert ends[0].step < 50_000

@@ -314,6 +314,59 @@ def test_the_name_of_a_forwarded_port_is_accepted():
         assert status(ask(monitor, Host="localhost:16061")) == 421
 
 
+def order(monitor: Monitor, what: str = '{"do": "save"}', **headers: str | None) -> bytes:
+    port = address(monitor)[1]
+    sent: dict[str, str | None] = {
+        "Origin": f"http://127.0.0.1:{port}",
+        "Content_Type": "application/json",
+        "X_Monitor_Token": monitor.url.rpartition("=")[2],
+        "Content_Length": str(len(what)),
+    }
+    return ask(monitor, "/control", "POST", what.encode(), **{**sent, **headers})
+
+
+def test_orders_come_from_our_page_with_our_token_only():
+    with Monitor(quiet=True, resources_s=0) as monitor:
+        url = monitor.serve(0, control=True)
+        token = url.rpartition("=")[2]
+        assert url.endswith("#token=" + token)
+        assert len(token) == 32
+        got: list[str] = []
+        assert status(order(monitor)) == 409  # nobody runs
+        monitor.enable_control(["save", "stop"], got.append)
+        monitor.log(0, 1.0, {"loss": 1.0})
+        assert status(order(monitor)) == 202
+        assert status(order(monitor, '{"do": "stop"}')) == 202
+        assert got == ["save", "stop"]
+        assert status(order(monitor, '{"do": "evaluate"}')) == 409  # there is nothing to judge by
+        port = address(monitor)[1]
+        for wrong in (
+            {"X_Monitor_Token": None}, {"X_Monitor_Token": ""}, {"X_Monitor_Token": token[:-1]},
+            {"X_Monitor_Token": token + "0"}, {"Origin": None}, {"Origin": "http://evil.com"},
+            {"Origin": f"http://127.0.0.1:{port + 1}"}, {"Sec_Fetch_Site": "cross-site"},
+        ):  # fmt: skip
+            assert status(order(monitor, **wrong)) == 403, wrong
+        assert status(order(monitor, Content_Type="text/plain")) == 415
+        for body in ("", "{", "[]", '{"do": 3}', '{"do": "delete"}', "[" * 1000):
+            assert status(order(monitor, body)) == 400, body
+        assert status(order(monitor, "x" * 2000)) == 413
+        assert status(ask(monitor, "/control")) == 404
+        assert got == ["save", "stop"]
+        monitor.finish()
+        assert status(order(monitor)) == 409
+        assert token.encode() not in ask(monitor, "/api/runs")
+
+
+def test_without_control_there_is_no_order(monitor):
+    monitor.enable_control(["stop"], lambda what: pytest.fail("asked"))
+    port = address(monitor)[1]
+    answer = ask(
+        monitor, "/control", "POST", b'{"do":"stop"}', Origin=f"http://127.0.0.1:{port}",
+        Content_Type="application/json", Content_Length="13", X_Monitor_Token="",
+    )  # fmt: skip
+    assert status(answer) == 405
+
+
 def test_closing_lets_go_of_the_port():
     monitor = Monitor(quiet=True, resources_s=0)
     monitor.serve(0)

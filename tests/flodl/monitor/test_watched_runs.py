@@ -364,6 +364,7 @@ def test_a_run_heeds_what_it_is_asked_for(tmp_path, ranks, policy, wish):
             run = run.devices(ranks, start="fork").policy(policy)
         run.subscribe(events.append).run()
         record = monitor.record
+    assert record.state["orders"] == ["evaluate", "save", "stop"]
     saved = [event.step for event in events if isinstance(event, Saved)]
     [done] = [event for event in events if isinstance(event, RunDone)]
     judged = [point[0] for point in record.series["eval/accuracy"].points]
@@ -376,6 +377,27 @@ def test_a_run_heeds_what_it_is_asked_for(tmp_path, ranks, policy, wish):
     soon = range(6, 12)
     assert bool([at for at in saved if at in soon]) == (wish != "evaluate")
     assert bool([at for at in judged if at in soon]) == (wish != "save")
+
+
+def test_ranks_in_processes_are_asked_from_the_process_that_started_them(tmp_path):
+    def nap(model, batch):
+        time.sleep(0.02)
+        return step(model, batch)
+
+    events: list[Event] = []
+    with quiet() as monitor:
+        monitor.serve(0, control=True)
+
+        def ask(event):
+            if type(event).__name__ == "StepDone" and event.step == 4:
+                assert monitor._on_command("stop")[0] == 202
+
+        # A hundred epochs: on a busy machine many steps may pass before the ranks hear of it.
+        ranks_of(monitor, "sync", nap).num_epochs(100).subscribe(events.append).subscribe(ask).run()
+        assert monitor._on_command("stop")[0] == 409
+    [done] = [event for event in events if isinstance(event, RunDone)]
+    assert done.reason == "stopped"
+    assert 4 < done.step < 1200
 
 
 def test_words_that_are_no_wish_are_refused():

@@ -205,10 +205,11 @@ def test_the_command_shows_the_run(base: Path, tmp_path: Path, port: str | None)
     train.write_text("\n".join(json.dumps(row) for row in labelled(16)))
     shown = ["--dashboard"] + ([port] if port else [])
     said = cli(
-        "finetune", base, *shown, "--train", train, "--out", tmp_path / "out", "--epochs", "1",
+        "finetune", base, *shown, "--dashboard-control", "--train", train, "--out", tmp_path / "out", "--epochs", "1",
         "--batch-size", "16", "--device", "cpu",
     )  # fmt: skip
     assert "watch this run at http://127.0.0.1:" in said.stderr
+    assert "#token=" in said.stderr
     assert read_record(tmp_path / "out.logs").state["status"] == "finished"
     listed = cli("runs", "list", tmp_path, "--json").stdout
     [row] = json.loads(listed)
@@ -216,6 +217,12 @@ def test_the_command_shows_the_run(base: Path, tmp_path: Path, port: str | None)
     assert "out" in cli("runs", "list", tmp_path).stdout
     cli("runs", "save", tmp_path, "--out", tmp_path / "all.html")
     assert '"kind":"folder"' in (tmp_path / "all.html").read_text()
+
+
+def test_control_needs_a_page(base: Path, tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    train.write_text("\n".join(json.dumps(row) for row in labelled(16)))
+    assert "--dashboard" in cli("finetune", base, "--dashboard-control", "--train", train, code=1).stderr
 
 
 def test_runs_serve_serves_until_it_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
