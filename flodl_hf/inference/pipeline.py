@@ -52,7 +52,7 @@ FIRST_WINDOW = 512
 MAX_WINDOW = 4096
 # Long texts fill a window earlier: a window has at most this many characters for each text of its size. A text counts
 # with at most MOST_CHARS, since models truncate texts.
-MEAN_CHARS, MOST_CHARS = 256, 4096
+MEAN_CHARS, MOST_CHARS = 128, 4096
 _AUTOCASTS = ("cpu", "cuda", "mps")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from flodl.errors import ConfigError, DataError, nearest
 from flodl_hf.readers import Table, load_rows
-from flodl_hf.readers.arrow import CLASS_FIELDS, is_saved_dataset, names_of_classes, saved_files
+from flodl_hf.readers.arrow import CLASS_FIELDS, Classes, is_saved_dataset, names_of_classes, saved_files
 from flodl_hf.readers.columns import flag_of
 from flodl_hf.readers.faults import refuse_rows
 from flodl_hf.readers.targets import as_numbers, is_missing
@@ -132,7 +132,7 @@ def numbered_as(rows: Table, names: Sequence[str]) -> Table:
     return _rewritten(rows, changes, {**rows.classes, **dict.fromkeys(changes, tuple(names))})
 
 
-def _rewritten(rows: Table, changes: Mapping[str, Callable[[Any], Any]], classes: Mapping[str, Sequence[str]]) -> Table:
+def _rewritten(rows: Table, changes: Mapping[str, Callable[[Any], Any]], classes: Classes) -> Table:
     """Return rows with the cells of some columns changed."""
     if not changes:
         return rows

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +143,6 @@ def table_rows(length: int, span: int, buckets: int, max_distance: int, device: 
     return torch.clamp(distance + span, 0, 2 * span - 1)
 
 
-@lru_cache(maxsize=4096)
 def _used(length: int, span: int, buckets: int, max_distance: int, reach: int) -> int:
     """Return how many rows of each sign distances below ``length`` reach, in eights, at most all."""
     farthest = length - 1
