@@ -13,6 +13,7 @@ PRECISIONS = Literal["exact", "fp32", "tf32", "bf16", "fp16", "int8"]
 """The names of `flodl_hf.inference.Precision`."""
 DTYPES = Literal["float32", "float16", "bfloat16", "float64"]
 AGGREGATIONS = Literal["first", "average", "max", "simple", "none"]
+LONG_TEXTS = Literal["windows", "truncate", "error"]
 STYLES = Literal["auto", "tei", "openai", "hf"]
 """Interfaces of endpoints, as in `flodl_hf.parity.endpoint_checks`."""
 FORMATS = Literal["csv", "tsv", "jsonl", "text", "parquet", "arrow"]

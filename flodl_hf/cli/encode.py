@@ -24,6 +24,7 @@ OPTIONS = (
     option("prompt", str, "Put before each text.", default=""),
     option("prompt_name", str, "A prompt of the folder, put before each text."),
     option("route", str, _ROUTE),
+    shared.LONG,
     shared.WINDOWS,
     option("on_error", ON_ERROR, _ON_ERROR, default="stop", panel=FILE),
     shared.PART_ROWS,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import FORMATS, ON_ERROR, PRECISIONS, WEIGHTS, Head
+from flodl_hf.cli.choices import FORMATS, LONG_TEXTS, ON_ERROR, PRECISIONS, WEIGHTS, Head
 from flodl_hf.cli.shared import HelpAll, Json, Local, Model, Revision
 
 Parameter = inspect.Parameter
@@ -67,7 +67,8 @@ TIMING = option("timing", bool, "Print the seconds of each phase.", default=Fals
 _SOURCE = "CSV, TSV, JSON lines, Parquet, Arrow or text file (a row a line); - is standard input."
 _ON_ERROR = "Rows that cannot be answered; null writes no answer and the reason."
 _DEVICES = "How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."
-_WINDOWS = "Vectors: read all of a long text and average its windows; by default it is truncated."
+_LONG_TEXTS = "How long texts are read; by default vectors truncate them, and other tasks read windows."
+_WINDOWS = "Alias of --long-texts windows."
 _WEIGHTS = "disk leaves them in their files and reads layer by layer; the default if memory is too small."
 SOURCE = option("source", str, _SOURCE, "--in", "-i", default=REQUIRED, panel=FILE)
 FORMAT = option("format", FORMATS, "By default by the suffix of the file.", panel=FILE)
@@ -77,7 +78,8 @@ PART_ROWS = option("part_rows", int, "Rows in a part; 2,048 on a CPU, 32,768 on 
 RESTART = option("restart", bool, "Restart: discard parts and output of an earlier run.", default=False,
                  panel=FILE)  # fmt: skip
 DEVICES = option("devices", str, _DEVICES, panel=FILE)
-WINDOWS = option("windows", bool, _WINDOWS, default=False, panel=RUN)
+LONG = option("long_texts", LONG_TEXTS, _LONG_TEXTS, panel=RUN)
+WINDOWS = option("windows", bool, _WINDOWS, default=False, panel=RUN, hidden=True)
 PRECISION = option("precision", PRECISIONS, "Default: the dtype of the weights.", panel=RUN)
 WEIGHT = option("weights", WEIGHTS, _WEIGHTS, panel=RUN)
 DEVICE = option("device", str, "cpu, cuda, cuda:1, mps, or auto for the best device there is.", default="auto",

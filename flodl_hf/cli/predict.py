@@ -47,7 +47,7 @@ MOST_DRAWN = 1_000
 """Most answers that --html draws."""
 ANSWERS = "Answers"
 _THRESHOLD = "Least score of a label, for classes; tuned for the thresholds stored in the model."
-_STRICT = "Refuse texts longer than one window instead of reading several or truncating."
+_STRICT = "Alias of --long-texts error."
 _HTML = "Also write the answers as a page, drawn as notebooks draw them; at most 1,000."
 _OUT = "File to write: .jsonl, .csv, .tsv or .parquet; - is standard output."
 TEXT = Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts; none reads lines from stdin.")]
@@ -59,13 +59,16 @@ OPTIONS = (
     option("aggregation", AGGREGATIONS, "What carries an entity's label.", panel=ANSWERS),
     option("no_answer", bool, "Allow 'there is no answer', for question answering.", default=False,
            panel=ANSWERS),
-    option("strict", bool, _STRICT, "--strict/--no-strict", default=False, panel=ANSWERS),
+    option("strict", bool, _STRICT, "--strict/--no-strict", default=False, panel=ANSWERS, hidden=True),
+    shared.LONG,
     shared.WINDOWS,
     shared.PRECISION,
     option("batch_invariant", bool, "Let an answer depend on its text alone, bit for bit; slower.", "--batch-invariant",
            default=False, panel=RUN),
 )  # fmt: skip
 """Keywords of the model's method."""
+_ALL = ("precision", "batch_invariant", "long_texts")
+"""Options of all tasks."""
 IN = shared.SOURCE.replace(default=None)
 OUT = option("out", Path, _OUT, "--out", "-o", panel=FILE)
 FILES = (
@@ -93,7 +96,7 @@ class Command(StrictCommand):
     """The command, with a short help."""
 
     rare = frozenset((
-        "strict", "batch_invariant", "weights", "header", "format", "pair_column", "question_column",
+        "batch_invariant", "weights", "header", "format", "pair_column", "question_column",
         "context_column", "query_column", "page", "part_rows", "revision", "keep",
     ))  # fmt: skip
 
@@ -263,7 +266,7 @@ def _threshold(given: str) -> float | str:
 
 
 def _known(model: Any, options: dict[str, Any]) -> None:
-    takes = {*task_named(model.head).options, "precision", "batch_invariant"}
+    takes = {*task_named(model.head).options, *_ALL}
     if wrong := [f"--{name.replace('_', '-')}" for name in options if name not in takes]:
         raise PredictError(f"predict: this checkpoint ({model.head}) has no use for {', '.join(wrong)}", problems=wrong)
 
@@ -272,7 +275,7 @@ def ranked(model: Any, texts: list[str], query: str, options: dict[str, Any]) ->
     """Yield the texts that fit the query, best first."""
     if not hasattr(model, "rerank"):
         raise PredictError("predict: --query needs a checkpoint that classifies texts, with one label")
-    if wrong := [name for name in options if name not in (*task_named("rank").options, "precision", "batch_invariant")]:
+    if wrong := [name for name in options if name not in (*task_named("rank").options, *_ALL)]:
         raise PredictError(f"predict: --query has no use for {', '.join(wrong)}", problems=wrong)
     for found in model.rerank(query, texts, **options):
         yield texts[found.index], [found]

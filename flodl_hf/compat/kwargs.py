@@ -8,7 +8,7 @@ mapped to ours (``aggregation_strategy`` to ``aggregation``), ignored if its val
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +16,8 @@ from flodl.errors import FlodlError, nearest
 from flodl_hf.errors import PredictError
 
 F = TypeVar("F", bound=Callable[..., Any])
+LONG_TEXTS = {"windows": "windows", "truncate": "truncate", "error": "strict"}
+"""Values of ``long_texts``, and the keyword of a method that each value sets unless it is the default."""
 
 
 class KeywordAlias(NamedTuple):
@@ -85,6 +87,8 @@ def _translated(
     method: str, owner: Any, given: dict[str, Any], own: frozenset[str], words: Mapping[str, KeywordAlias],
     fault: type[FlodlError],
 ) -> dict[str, Any]:  # fmt: skip
+    if "long_texts" in words:
+        given = replace_long_texts(method, given, own)
     found = {name: value for name, value in given.items() if name in own}
     refused: list[str] = []
     for name, value in given.items():
@@ -115,3 +119,32 @@ def _translated(
     if refused:
         raise fault(f"{method}: {'; '.join(refused)}", problems=refused)
     return found
+
+
+def replace_long_texts(method: str, given: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+    """Return keywords with ``long_texts`` replaced by the keyword of the method.
+
+    Args:
+        method: the method's name, for errors.
+        given: the keywords of a call.
+        own: the keywords of the method. One with ``windows`` truncates by default; others read windows.
+
+    Raises:
+        PredictError: the method does not support the value, or an alias of ``long_texts`` is also given.
+    """
+    rest = dict(given)
+    value = rest.pop("long_texts", None)
+    if value is None:
+        return rest
+    default = "truncate" if "windows" in own else "windows"
+    supported = [name for name, word in LONG_TEXTS.items() if name == default or word in own]
+    if value not in supported:
+        raise PredictError(
+            f"{method}: found long_texts={value!r}, expected {' or '.join(map(repr, supported))}", long_texts=value
+        )
+    if both := [name for name in (*LONG_TEXTS.values(), "truncation") if rest.get(name) is not None]:
+        raise PredictError(
+            f"{method}: found long_texts={value!r} and {', '.join(both)}, expected one of them. Pass only long_texts.",
+            problems=["long_texts", *both],
+        )
+    return rest if value == default else {**rest, LONG_TEXTS[value]: True}

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.compat.kwargs import accept_keywords
-from flodl_hf.heads.prediction_keywords import EMBED, ENCODE
+from flodl_hf.errors import PredictError
+from flodl_hf.heads.prediction_keywords import EMBED, ENCODE, LEXICAL
 from flodl_hf.inference.graph_model.routed import route_within
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.outputs import BaseOutput
@@ -203,6 +204,7 @@ class BaseModel(EncoderModel):
         store: str | None = None,
         ranges: Any = None,
         windows: bool = False,
+        strict: bool = False,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
@@ -231,6 +233,7 @@ class BaseModel(EncoderModel):
             ranges: ``store`` in bytes: the least and greatest number of each feature, ``(2, size)``; None takes those
                 of these vectors.
             windows: as in `embed`.
+            strict: as in `embed`.
             untrained: encode although the model has random values.
             **run: how to run; see `flodl_hf.inference.RunOptions`.
 
@@ -253,6 +256,11 @@ class BaseModel(EncoderModel):
         if prompt is None and prompt_name is not None:
             prompt = (recipe or SentenceTransformerConfig()).resolve_prompt("encode", None, prompt_name)
         if output_value != "sentence_embedding":
+            if windows or strict:
+                raise PredictError(
+                    f"encode: found long_texts={'error' if strict else 'windows'!r} and output_value={output_value!r}, "
+                    "expected long_texts='truncate'. Only vectors of whole texts support other values."
+                )
             return token_embeddings(
                 self, texts, output_value, prompt=prompt, route=route, untrained=untrained, run=given
             )
@@ -263,8 +271,8 @@ class BaseModel(EncoderModel):
         whole = own.width(self.config.encoder.hidden_size) if own and scaled and not normalize_embeddings else kept
         with batches_of(batch_size):
             found: Any = self.embed(
-                texts, normalize=scaled or bool(normalize_embeddings), windows=windows, truncate_dim=whole,
-                prompt=prompt, task=task, route=route, untrained=untrained, **given,
+                texts, normalize=scaled or bool(normalize_embeddings), windows=windows, strict=strict,
+                truncate_dim=whole, prompt=prompt, task=task, route=route, untrained=untrained, **given,
             )  # fmt: skip
         found = finish_embeddings(found, truncate_dim=kept)
         if store is not None:
@@ -440,6 +448,7 @@ class BaseModel(EncoderModel):
             route=route if own is self else route_within(own.sentence_recipe, route),
         )  # fmt: skip
 
+    @accept_keywords(LEXICAL)
     def embed_sparse(
         self,
         texts: str | Iterable[str],

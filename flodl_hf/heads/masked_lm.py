@@ -159,6 +159,7 @@ class MaskedLM(ScoringModel):
         convert_to_tensor: bool = True,
         convert_to_sparse_tensor: bool = True,
         windows: bool = False,
+        strict: bool = False,
         untrained: bool = False,
         **run: Unpack[RunKeywords],
     ) -> Any:
@@ -173,6 +174,7 @@ class MaskedLM(ScoringModel):
             convert_to_tensor: False returns a list of tensors.
             convert_to_sparse_tensor: False returns dense tensors.
             windows: as in `embed_sparse`.
+            strict: as in `embed_sparse`.
             untrained: encode although the model has random values.
             **run: how to run; see `flodl_hf.inference.RunOptions`.
 
@@ -184,8 +186,8 @@ class MaskedLM(ScoringModel):
         texts = as_text_list(sentences, "encode")
         given: dict[str, Any] = {**run, "batch_size": batch_size}
         found = self.embed_sparse(
-            texts, most=max_active_dims, prompt=prompt, prompt_name=prompt_name, windows=windows, untrained=untrained,
-            **given,
+            texts, most=max_active_dims, prompt=prompt, prompt_name=prompt_name, windows=windows, strict=strict,
+            untrained=untrained, **given,
         ).to_tensor()  # fmt: skip
         found = found if convert_to_sparse_tensor else found.to_dense()
         if isinstance(texts, str):

@@ -49,10 +49,11 @@ def _grouped(value: Any, _: Any) -> str:
 
 
 _WINDOWS = (
-    "longer texts are read in windows; strict=True refuses texts of more than one window, and flodl_hf.pipeline "
+    "longer texts are read in windows; long_texts='error' refuses texts of more than one window, and flodl_hf.pipeline "
     "truncates as transformers' pipelines do"
 )
 _RUN = {
+    "long_texts": KeywordAlias(harmless=(None,)),  # see `flodl_hf.compat.kwargs.replace_long_texts`
     "batch_size": KeywordAlias("token_budget", _budget),
     "device": KeywordAlias("devices", _devices),
     "show_progress_bar": KeywordAlias("progress"),
@@ -115,7 +116,7 @@ MASKS = {**_RUN, **_TEXTS}
 CHOICES = {**_RUN, "inputs": KeywordAlias("items")}
 PAIRS = {**_RUN, "inputs": KeywordAlias("pairs"), "sentences": KeywordAlias("pairs")}
 _LONGER = (
-    "a text is truncated to the max_seq_length of the folder; windows=True reads all of it, strict=True refuses it"
+    "a text is truncated to the max_seq_length of the folder; long_texts='windows' reads all of it, 'error' refuses it"
 )
 _TRUNCATED = {
     "truncate": KeywordAlias(reason=_LONGER, harmless=(None, True)),
@@ -148,6 +149,7 @@ SPARSE = {
     "pool": KeywordAlias(reason="devices=[...] shares texts among devices", harmless=(None,)),
     "chunk_size": KeywordAlias(harmless=None),
 }
+LEXICAL = {name: word for name, word in SPARSE.items() if word.ours != "most"}
 SPARSE_ENCODE = {name: word for name, word in SPARSE.items() if word.ours not in ("texts", "most")} | {
     name: KeywordAlias("sentences") for name in ("inputs", "texts", "sequences")
 }

@@ -98,6 +98,7 @@ class RunKeywords(TypedDict, total=False):
     batch_invariant: bool
     window: int | None
     progress: bool | None
+    long_texts: Literal["windows", "truncate", "error"] | None  # only of calls that read texts
 
 
 @dataclass(frozen=True, slots=True)

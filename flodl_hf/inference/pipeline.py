@@ -367,13 +367,13 @@ class _Loop:
         if self.truncated and self.limit is not None:
             warnings.warn(
                 f"{self.what}: truncated {self.truncated:,} of {self.done:,} texts to {self.limit} tokens, as "
-                "sentence-transformers does. windows=True reads the whole text in windows.",
+                "sentence-transformers does. long_texts='windows' reads the whole text.",
                 stacklevel=_caller_level(),
             )
         if self.truncated_pairs:
             warnings.warn(
                 f"{self.what}: truncated {self.truncated_pairs:,} of {self.done:,} pairs of two long texts, the longer "
-                "text first, as transformers does. strict=True raises an error instead.",
+                "text first, as transformers does. long_texts='error' raises an error instead.",
                 stacklevel=_caller_level(),
             )
 

@@ -98,8 +98,8 @@ def predict_file(
             the available memory.
         on_progress: called several times a second.
         should_stop: called after each part; True ends the run.
-        **options: options of the model's method: ``top_k``, ``strict``, ``threshold``, ``aggregation``, ``no_answer``,
-            ...
+        **options: options of the model's method: ``top_k``, ``long_texts``, ``threshold``, ``aggregation``,
+            ``no_answer``, ...
 
     Raises:
         DataError: the input or a row of it is invalid; ``rows`` lists the rows.

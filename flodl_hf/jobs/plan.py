@@ -13,7 +13,7 @@ from flodl.errors import DataError, printable
 from flodl_hf.jobs.columns import ColumnArgs, choose_columns, colliding_columns, is_doubtful, item_of, renamed
 from flodl_hf.jobs.identity import input_identity, model_identity, option_identity
 from flodl_hf.jobs.parts import Parts
-from flodl_hf.jobs.tasks import Answerer, answerer_for, method_of
+from flodl_hf.jobs.tasks import Answerer, answerer_for, method_of, with_old_names
 from flodl_hf.jobs.vectors import vector_writer
 from flodl_hf.jobs.write import Writer
 from flodl_hf.readers.rows import STDIN, Row, Rows, format_of
@@ -86,6 +86,7 @@ def make_plan(
     else:
         # An empty file has no columns; the output contains the result columns only.
         choice = choose_columns(model.head, ["text", "question"], ColumnArgs(query=args.query, keep="none"), own)
+    options = with_old_names(model, choice.task, options)
     answerer = answerer_for(model, choice, options)
     with_errors = on_error == "null"
 

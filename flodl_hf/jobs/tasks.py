@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flodl.errors import FlodlError, nearest
+from flodl_hf.compat.kwargs import replace_long_texts
 from flodl_hf.errors import PredictError
 from flodl_hf.families.schema.tasks import TASKS
 from flodl_hf.inference.results.lists import is_empty
@@ -58,12 +59,12 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
     Args:
         model: the model.
         choice: the columns.
-        options: options of the model's method: ``top_k``, ``strict``, ``threshold``, ...; None is ignored.
+        options: options of the model's method: ``top_k``, ``long_texts``, ``threshold``, ...; None is ignored.
 
     Raises:
         PredictError: the method has no such option, or the model does not support the task.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in with_old_names(model, choice.task, options).items() if value is not None}
     stored = given.pop("store", None) if choice.task == "vectors" else None
     method = method_of(model, choice.task, stored=stored is not None)
     known = _keywords(method, choice.task)
@@ -87,7 +88,7 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
             _second_is_empty,
         )
     if stored is not None:
-        return _stored(method, stored, given)
+        return _stored(method, stored, given, strict)
     if choice.task == "classes":
         return _classes(model, method, given, strict)
     if choice.task == "answers":
@@ -101,6 +102,16 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
     if choice.task == "masks":
         return Answerer({"masks": [[FILL]]}, run, lambda found: ([_records(fills, FILL) for fills in found],))
     return Answerer({"embedding": "vector"}, run, lambda found: (found.float().numpy(),), strict)
+
+
+def with_old_names(model: Any, task: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with ``long_texts`` replaced, so that jobs of both forms have one identity.
+
+    Raises:
+        PredictError: the model's method does not support the value.
+    """
+    method = method_of(model, task, stored=options.get("store") is not None)
+    return replace_long_texts("predict_file", options, inspect.signature(method).parameters)
 
 
 def method_of(model: Any, task: str, *, stored: bool) -> Any:
@@ -124,7 +135,7 @@ def _keywords(method: Any, task: str) -> list[str]:
     return known
 
 
-def _stored(encode: Any, precision: str, given: dict[str, Any]) -> Answerer:
+def _stored(encode: Any, precision: str, given: dict[str, Any], strict: bool) -> Answerer:
     """Return vectors as arrays; those for int8 are quantized later, see `flodl_hf.jobs.vectors`."""
     from flodl_hf.inference.quantize import quantize_embeddings
 
@@ -146,7 +157,7 @@ def _stored(encode: Any, precision: str, given: dict[str, Any]) -> Answerer:
             )
         )
 
-    return Answerer({VECTOR: f"vector:{precision}:{len(one)}"}, run, lambda found: (found,))
+    return Answerer({VECTOR: f"vector:{precision}:{len(one)}"}, run, lambda found: (found,), strict)
 
 
 def _classes(model: Any, method: Any, given: dict[str, Any], strict: bool) -> Answerer:
@@ -236,5 +247,5 @@ def _too_long(model: Any, items: Sequence[Any]) -> dict[int, str]:
         except FlodlError:
             continue  # the bisection reports the error
         if (tokens := len(windows[0].ids)) > model.max_tokens:
-            found[place] = f"the text has {tokens} tokens, expected at most {model.max_tokens} (strict is set)"
+            found[place] = f"the text has {tokens} tokens, expected at most {model.max_tokens} (long_texts is 'error')"
     return found

@@ -181,7 +181,10 @@ def too_long(where: str, total: int, max_tokens: int, uncut: int | None = -1) ->
     if uncut is None:
         why, remedy = "and the special tokens alone are more", "raise max_tokens"
     elif uncut < 0:
-        why, remedy = "and truncation is off", "shorten it, or set truncate=true or windows=true"
+        why, remedy = (
+            "and truncation is off",
+            "shorten it, or set long_texts='truncate' (server: truncate or windows)",
+        )
     return TextTooLongError(
         f"{where}: {total} tokens with special tokens, {why}; at most {max_tokens} fit; {remedy}",
         where=where,

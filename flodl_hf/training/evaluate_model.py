@@ -22,7 +22,7 @@ from flodl_hf.inference.results.evaluation import EvaluationResult
 from flodl_hf.training.batching import evaluation_layout
 from flodl_hf.training.data import Tables, classes_used, list_multilabel_columns, numbered_as, read_tables
 from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own
-from flodl_hf.training.job import make_evaluation, prepare_held_out, row_limits
+from flodl_hf.training.job import make_evaluation, note_long_texts, prepare_held_out, row_limits
 from flodl_hf.training.option_checks import Problems
 from flodl_hf.training.options import EvaluateOptions, Options, make_options
 from flodl_hf.training.ranking import has_lists
@@ -300,8 +300,7 @@ def _plan(
     collate = CollateRows(tokenizer.pad_token_id or 0, evaluation_layout(options), task.masking(tokenizer, options))
     evaluation = make_evaluation(task, options, own, prepared, collate, kept=prepared)
     assert evaluation is not None
-    if cut := sum(part.cut for part in prepared.values()):
-        notes.append(f"{cut:,} texts are longer than {limits.max_tokens} tokens and are truncated")
+    notes += note_long_texts(prepared, limits, task, options)
     return evaluation, task, notes
 
 

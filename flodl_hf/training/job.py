@@ -252,7 +252,7 @@ def plan_job(
             f"max_length: found {options.max_length}, and the model takes {limits.max_tokens} tokens; it is reduced to "
             f"{limits.max_tokens}"
         )
-    notes += _cut_texts(prepared, limits, task)
+    notes += note_long_texts(prepared, limits, task, options)
     filled = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
     job = Job(
         filled, task, tables, opened, factory, rows, laid_out.batches, collate, objective, evaluation,
@@ -318,13 +318,26 @@ def row_limits(task: Task, opened: EncoderModel, tokenizer: Any, options: Option
     return LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
 
 
-def _cut_texts(prepared: Mapping[str, Prepared], limits: LengthLimits, task: Task) -> list[str]:
-    """Return notes about texts that are longer than a row."""
-    counts = [f"{part.cut:,} of {len(part.rows):,} texts of {name}" for name, part in prepared.items() if part.cut]
+def note_long_texts(prepared: Mapping[str, Prepared], limits: LengthLimits, task: Task, options: Options) -> list[str]:
+    """Return notes about texts that are longer than a row.
+
+    Raises:
+        DataError: there are such texts, and ``long_texts`` is "error".
+    """
+    counts = [
+        f"{part.cut:,} of {len(part.rows):,} texts{name and f' of {name}'}"
+        for name, part in prepared.items()
+        if part.cut
+    ]
     if not counts:
         return []
+    if options.long_texts == "error":
+        raise DataError(
+            f"long_texts='error': found {' and '.join(counts)} longer than {limits.max_tokens} tokens, expected none. "
+            "Pass long_texts='windows' or 'truncate'."
+        )
     advice = "a greater max_length keeps more" if name_of(task) in ONE_ROW else "long_texts='windows' reads them whole"
-    return [f"{' and '.join(counts)} are longer than {limits.max_tokens} tokens and are cut at their end; {advice}"]
+    return [f"{' and '.join(counts)} are longer than {limits.max_tokens} tokens and are truncated; {advice}"]
 
 
 def _weights(options: Options, task: Task, rows: EncodedRows) -> tuple[float, ...] | None:

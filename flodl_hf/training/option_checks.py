@@ -230,9 +230,11 @@ def task_faults(name: str, options: Any, refused: Iterable[str] = ()) -> list[st
     problems = [f"{option}: {name}{by_generator.get(option, '')} takes none; leave it out" for option in given]
     if options.long_texts == "windows" and name in ONE_ROW:
         problems.append(
-            f"long_texts: found 'windows'; expected 'cut' for {name}, where each text is one row; a greater max_length "
-            "keeps more of it"
+            f"long_texts: found 'windows'; expected 'truncate' for {name}, where each text is one row; a greater "
+            "max_length keeps more of it"
         )
+    if options.long_texts == "error" and name != "sequence_classification":
+        problems.append(f"long_texts: found 'error'; expected 'truncate' for {name}; only classifiers support 'error'")
     if name == "question_answering" and options.layout == "packed" and not options.masks_padding:
         problems.append(
             "layout: found 'packed', whose rows have no padding to include in the loss; expected 'padded' with "

@@ -70,9 +70,9 @@ class FinetuneOptions(TypedDict, total=False):
         "model.", least=4)]
     stride: Annotated[int | None, Option(None, "Tokens shared by neighbouring windows of a long text (seqcls 0, tokcls "
         "64, qa 128).", least=0)]
-    long_texts: Annotated[str, Option("cut", "seqcls: cut texts that are longer than a row at their end, or read them "
-        "in windows, each trained with the label; the evaluation uses the mean of the windows, as predict does.",
-        among=("cut", "windows"))]
+    long_texts: Annotated[str, Option("truncate", "seqcls: truncate texts that are longer than a row, read them in "
+        "windows, each trained with the label and evaluated by their mean, or raise an error; cut is truncate.",
+        among=("windows", "truncate", "error", "cut"))]
 
     lr: Annotated[float, Option(5e-5, "Highest learning rate.", least=0.0)]
     schedule: Annotated[Any, Option("linear", "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, "

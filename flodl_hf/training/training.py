@@ -80,6 +80,7 @@ def fingerprint_of(job: Job) -> dict[str, Any]:
     """Return the values that define the numbers of a planned run, without the values of the trainer; JSON values."""
     passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric", "lora", "adapter"}
     asked = {name: _json(value) for name, value in job.options.to_dict().items() if name not in passed}
+    asked["long_texts"] = {"truncate": "cut"}.get(job.options.long_texts, job.options.long_texts)  # as older runs
     sets = {} if job.evaluation is None else job.evaluation.sets
     judged = {
         f"eval rows{name and f' of {name}'}": _digest(one.prepared.rows, _answers(job.task, job.tables.evals[name]))

@@ -324,7 +324,7 @@ def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict
 
 SPELLINGS = {
     "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
-    "long_texts": {"truncate": "cut"},
+    "long_texts": {"cut": "truncate"},
 }
 """Further spellings of values."""
 

@@ -86,7 +86,7 @@ def test_every_way_to_run_is_known() -> None:
 
     def like(**run: Any) -> None: ...
 
-    assert _own(inspect.signature(like)) == set(get_type_hints(RunKeywords))
+    assert _own(inspect.signature(like)) == set(get_type_hints(RunKeywords)) - {"long_texts"}
 
 
 SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -251,7 +251,7 @@ def test_tables_of_choices_are_understood(row: Any, prompt: str, texts: Any, rig
         ("bert", [SWAG], {"labels": ["a"]}, ConfigError, "multiple_choice takes none"),
         ("bert", [SWAG], {"label_smoothing": 0.1}, ConfigError, "multiple_choice takes none"),
         ("bert", [SWAG], {"columns": {"promt": "sent1"}, "task": "choice"}, ConfigError, "did you mean 'prompt'"),
-        ("bert", [SWAG], {"long_texts": "windows"}, ConfigError, "expected 'cut'"),
+        ("bert", [SWAG], {"long_texts": "windows"}, ConfigError, "expected 'truncate'"),
         ("bert", lines(3), {"task": "nsp"}, DataError, "two texts is not clear"),
         ("bert", pairs(1), {"task": "nsp"}, DataError, "expected more rows"),
         ("bert", [{**pairs(1)[0], "label": "maybe"}], {"task": "nsp"}, DataError, "'maybe'"),

@@ -11,8 +11,9 @@ import pytest
 import torch
 from finetune_tables import labelled, sentences
 
+from flodl.errors import ConfigError, DataError
 from flodl_hf import load
-from flodl_hf.training import finetune
+from flodl_hf.training import evaluate, finetune
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 
@@ -39,7 +40,7 @@ def test_how_many_texts_are_cut_is_said(pair: bool, base: Path, tmp_path: Path) 
     job = plan_job(base, rows[:20], rows[20:], make_options(SHORT))
     assert job.notes == [
         f"{sum(long[:20])} of 20 texts of train and {sum(long[20:])} of 4 texts of eval are longer than 16 tokens and are "
-        "cut at their end; long_texts='windows' reads them whole"
+        "truncated; long_texts='windows' reads them whole"
     ]
     said: list[str] = []
     finetune(
@@ -116,3 +117,16 @@ def test_windows_are_trained_and_the_best_judged(base: Path) -> None:
     assert again.evaluation is not None
     figures = again.evaluation(result.model.eval())
     assert figures == pytest.approx(result.metrics, rel=1e-5)
+
+
+def test_long_texts_can_be_refused(base: Path) -> None:
+    rows = long_rows()
+    assert not plan_job(base, rows, rows, make_options({"max_length": 64, "long_texts": "error"})).notes
+    with pytest.raises(DataError, match=r"train and .* of eval longer than 16 tokens"):
+        plan_job(base, rows, rows, make_options({**SHORT, "long_texts": "error"}))
+    trained = finetune(base, train=rows, max_steps=1, **SHORT)
+    with pytest.raises(DataError, match="long_texts='error'"):
+        evaluate(trained.model, rows, long_texts="error", max_length=16)
+    words = [{"words": ["the", "cat"], "tags": ["O", "B-X"]}] * 8
+    with pytest.raises(ConfigError, match="only classifiers"):
+        plan_job(base, words, None, make_options({"long_texts": "error"}))

@@ -109,7 +109,7 @@ def test_recipes_of_earlier_versions_describe_the_same_adapter() -> None:
         ("max_steps", None, None),
         ("columns", {"text": "headline"}, {"text": "headline"}),
         ("precision", "bfloat16", "bf16"),
-        ("long_texts", "truncate", "cut"),
+        ("long_texts", "cut", "truncate"),
     ],
 )
 def test_values_are_brought_to_their_type(name: str, value: Any, kept: Any) -> None:

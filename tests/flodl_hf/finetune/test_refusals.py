@@ -39,9 +39,11 @@ def test_pairs_of_texts_train_vectors_and_are_no_classes(names: tuple[str, ...],
 @pytest.mark.parametrize("task", ["embedding", "rank"])
 def test_texts_of_one_row_each_are_not_read_in_windows(task: str, base: Path) -> None:
     rows = pairs_of(("anchor", "positive", "negative"), 8)
-    with pytest.raises(ConfigError, match="long_texts: found 'windows'; expected 'cut'"):
+    with pytest.raises(ConfigError, match="long_texts: found 'windows'; expected 'truncate'"):
         plan_job(base, rows, None, make_options({"task": task, "long_texts": "windows"}))
-    [note] = [n for n in plan_job(base, rows, None, make_options({"task": task, "max_length": 4})).notes if "cut" in n]
+    [note] = [
+        n for n in plan_job(base, rows, None, make_options({"task": task, "max_length": 4})).notes if "truncated" in n
+    ]
     assert "max_length" in note
     assert "long_texts" not in note
 
