@@ -142,7 +142,8 @@ def replace_long_texts(method: str, given: Mapping[str, Any], own: Collection[st
         raise PredictError(
             f"{method}: found long_texts={value!r}, expected {' or '.join(map(repr, supported))}", long_texts=value
         )
-    if both := [name for name in (*LONG_TEXTS.values(), "truncation") if rest.get(name) is not None]:
+    others = (*LONG_TEXTS.values(), "truncation", *(["max_length"] if value == "windows" else []))
+    if both := [name for name in others if rest.get(name) is not None]:
         raise PredictError(
             f"{method}: found long_texts={value!r} and {', '.join(both)}, expected one of them. Pass only long_texts.",
             problems=["long_texts", *both],

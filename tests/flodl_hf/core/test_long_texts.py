@@ -74,10 +74,10 @@ def test_a_value_has_the_answer_of_the_older_keyword(name: str, value: str, make
             assert not same(call(model, long_texts=value), call(model))
 
 
-@pytest.mark.parametrize("older", ["strict", "truncate", "truncation"])
+@pytest.mark.parametrize("older", ["strict", "truncate", "truncation", "max_length"])
 def test_one_of_two_forms_is_given(older: str, make: Maker) -> None:
     with pytest.raises(PredictError) as refused:
-        make("bert", "sequence_classification").predict(LONG, long_texts="truncate", **{older: True})
+        make("bert", "sequence_classification").predict(LONG, long_texts="windows", **{older: 8})
     assert refused.value.details["problems"] == ["long_texts", older]
 
 
