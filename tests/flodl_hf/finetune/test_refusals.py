@@ -170,11 +170,12 @@ def test_bits_of_an_option_add_up(name: str, said: list[str], value: Any, monkey
     from flodl_hf.cli.app import app
 
     seen: list[Any] = []
-    monkeypatch.setattr(command, "run", lambda *given: seen.append(given))
+    monkeypatch.setattr(command, "_run", lambda values, said: seen.append(values))
+    monkeypatch.setattr(command, "check_places", lambda *given: None)
     flag = "--" + name.replace("_", "-")
     result = CliRunner().invoke(app, ["finetune", "m", "--train", "t", *(part for bit in said for part in (flag, bit))])
     assert result.exit_code == 0, result.output
-    assert seen[0][7][name] == value
+    assert seen[0][name] == value
 
 
 def test_one_name_with_two_values_is_refused() -> None:
