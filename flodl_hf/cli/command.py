@@ -39,11 +39,13 @@ class StrictCommand(TyperCommand):
         """Parse arguments.
 
         Raises:
-            typer.BadParameter: one option is given under two names, with different values.
+            typer.BadParameter: one option is given under two names, with different values, or was removed.
         """
         options: list[Any] = self.params
         for option in options:
             option.hidden = (option.hidden or option.name in self.rare) and "--help-all" not in args
+        if "--force" in args and any("--overwrite" in option.opts for option in options):
+            raise typer.BadParameter("--force: this option was removed; use --overwrite", ctx=ctx)
         args = ["--help"] if "--help-all" in args else args
         for option in options:
             said = names_given(option, args)

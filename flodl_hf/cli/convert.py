@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def command(
     model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace a folder that contains a model.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that contains a model.")] = False,
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
@@ -34,7 +34,7 @@ def command(
 
     hub = {"revision": revision, "local_files_only": local_files_only}
     folder, _ = resolve_folder(model, hub, (*MODEL_FILES, *BIN_FILES))
-    convert_bin(folder, out, ties=stored_ties(read_config_file(transformer_folder(folder))), overwrite=force)
+    convert_bin(folder, out, ties=stored_ties(read_config_file(transformer_folder(folder))), overwrite=overwrite)
     emit({"folder": str(out)}, str(out), json_output)
 
 

@@ -18,7 +18,9 @@ def command(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the model.")] = Path("demo-model"),
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 200,
     seed: Annotated[int, typer.Option(help="Seed of weights, order and dropout.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace a folder that the demo did not write.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a folder that the demo did not write.")
+    ] = False,
     json_output: Json = False,
 ) -> None:
     """Train a small sentiment model, predict with it, export it and verify the export. No network.
@@ -28,7 +30,7 @@ def command(
     from flodl_hf.export.verify import verify_export
     from flodl_hf.training import demo
 
-    if not force and out.is_dir() and not (demo.is_demo(out) or _is_empty(out)):
+    if not overwrite and out.is_dir() and not (demo.is_demo(out) or _is_empty(out)):
         raise ExportError(
             f"{out}: contains files of other origin; expected a new folder, an empty one, or a demo's to replace. "
             "Give another, or allow it: overwrite=True"

@@ -39,8 +39,6 @@ def option_names(command: Callable[..., Any]) -> dict[str, tuple[str, str | None
         from flodl_hf.training.options import HINTS
 
         named |= {name: (f"--set {name}=", None) for name in HINTS if name not in named}
-    if "force" in named:
-        named.setdefault("overwrite", named["force"])
     return named
 
 

@@ -40,7 +40,7 @@ def command(
     head: Head = "auto",
     dtype: Annotated[DTYPES | None, typer.Option(help="Cast the weights to this.")] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Cut the weights above this size, e.g. 5GB.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a folder that contains a model.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that contains a model.")] = False,
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
@@ -62,7 +62,7 @@ def command(
     elif is_graph_file(model):
         found = export_graph_file(
             model, out, like=like, head=head, labels=None if labels is None else labels.split(","), dtype=dtype,
-            max_shard_size=max_shard_size, overwrite=force, revision=revision, local_files_only=local_files_only,
+            max_shard_size=max_shard_size, overwrite=overwrite, revision=revision, local_files_only=local_files_only,
         )  # fmt: skip
         structure = "for this structure" if found.checked else "without a structural hash"
         say(f"{found.tensors} tensors with names of {'a graph' if found.names == 'ours' else found.names}, {structure}")
@@ -86,12 +86,12 @@ def command(
 
         asked = command_line("flodl-hf", *sys.argv[1:])
         if format == "onnx":
-            made = export_onnx(loaded, out, opset=OPSET if opset is None else opset, overwrite=force, command=asked)
+            made = export_onnx(loaded, out, opset=OPSET if opset is None else opset, overwrite=overwrite, command=asked)
         else:
-            made = export_program(loaded, out, overwrite=force, command=asked)
+            made = export_program(loaded, out, overwrite=overwrite, command=asked)
         _show_engine(made, loaded.head, json_output)
         return
-    written = loaded.save_pretrained(out, overwrite=force, max_shard_size=max_shard_size)
+    written = loaded.save_pretrained(out, overwrite=overwrite, max_shard_size=max_shard_size)
     _show(written, loaded.head, json_output)
     if not json_output:
         # A cast changes the compared bytes, so a comparison with the source would only report the cast.

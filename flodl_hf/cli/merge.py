@@ -17,7 +17,7 @@ def command(
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="The adapter, a local folder or a Hub name.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
     head: Annotated[str, typer.Option("--head", help="The task, if the adapter does not specify it.")] = "auto",
-    force: Annotated[bool, typer.Option("--force", help="Replace a folder that contains a model.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that contains a model.")] = False,
     revision: Revision = None,
     local_files_only: Local = False,
     json_output: Json = False,
@@ -31,7 +31,7 @@ def command(
     # Unchanged weights stay memory-mapped, so that any size works.
     shown: dict[str, Any] = {"mapped": True, "weights": "memory"}
     model = load(base, head=head, adapter=adapter, revision=revision, local_files_only=local_files_only, **shown)
-    model.merge_and_unload().save_pretrained(out, overwrite=force)
+    model.merge_and_unload().save_pretrained(out, overwrite=overwrite)
     if json_output:
         emit_json({"folder": str(out), "task": model.head})
         return

@@ -33,5 +33,12 @@ def test_work_is_not_replaced_by_a_demo(labels: tuple[str, ...], more: str, tmp_
     done = typer_testing.CliRunner().invoke(app, ["demo", "--out", str(folder), "--steps", "1"])
     assert done.exit_code == 1
     assert f"{folder}: contains files of other origin" in done.stderr
-    assert "--force" in done.stderr
+    assert "--overwrite" in done.stderr
     assert (folder / "model.safetensors").read_bytes() == b"hours of work"
+
+
+@pytest.mark.parametrize("words", [["demo"], ["export", "m", "--out", "o"], ["merge", "m", "a", "--out", "o"]])
+def test_the_former_option_names_its_replacement(words: list[str]) -> None:
+    done = typer_testing.CliRunner().invoke(app, [*words, "--force"])
+    assert done.exit_code == 2
+    assert "--overwrite" in done.stderr

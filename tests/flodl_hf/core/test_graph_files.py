@@ -198,7 +198,7 @@ def test_the_command_line(run: tuple[EncoderModel, Path]) -> None:
     assert "tensors with names of a graph, for this structure" in done.output
     assert "model.safetensors" in done.output
     assert CliRunner().invoke(app, given).exit_code == 1, "the folder is in use"
-    assert CliRunner().invoke(app, [*given, "--force", "--json"]).exit_code == 0
+    assert CliRunner().invoke(app, [*given, "--overwrite", "--json"]).exit_code == 0
     same(place / "out", model.save_pretrained(place / "expected"))
     done = CliRunner().invoke(
         app, ["export", str(place / "like"), "--like", str(place / "like"), "--out", str(place / "o")]

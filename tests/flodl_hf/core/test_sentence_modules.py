@@ -190,7 +190,7 @@ def test_such_folders_of_bin_files_are_converted_whole(dense: Path, tmp_path: Pa
         *names
     }
     assert torch.equal(load(tmp_path / "out", verified=True).embed(TEXTS), expected)
-    again = CliRunner().invoke(app, ["convert", str(dense), "--out", str(tmp_path / "out"), "--force"])
+    again = CliRunner().invoke(app, ["convert", str(dense), "--out", str(tmp_path / "out"), "--overwrite"])
     assert again.exit_code == 0, again.output
 
 

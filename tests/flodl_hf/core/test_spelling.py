@@ -31,7 +31,7 @@ SPELLED = [
     (finetune, "columns={'text': 'my text', 'label': ...}", "--columns 'text=my text,label=...'"),
     (finetune, "lr=3e-05.", "--lr 3e-05."),
     (finetune, "unknown=3", "unknown=3"),
-    (export, "or allow it: overwrite=True", "or allow it: --force"),
+    (export, "or allow it: overwrite=True", "or allow it: --overwrite"),
     (export, "give it with like= (--like FOLDER)", "give it with --like FOLDER"),
 ]
 
@@ -70,7 +70,7 @@ def test_hints_can_be_pasted_where_paths_have_spaces(folder: Path, tmp_path: Pat
     out = tmp_path / "my export"
     hint = run("export", folder, "--out", out, code=0).stderr.strip().rpartition("check it with: ")[2]
     assert shlex.split(hint) == ["flodl-hf", "verify-export", str(out), "--source", str(folder)]
-    assert "--force" in run("export", folder, "--out", out, code=1).stderr
+    assert "--overwrite" in run("export", folder, "--out", out, code=1).stderr
 
 
 def test_a_hint_after_a_cast_asks_for_no_equal_bytes(folder: Path, tmp_path: Path) -> None:
