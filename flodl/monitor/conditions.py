@@ -74,6 +74,13 @@ class Condition:
         found = [name for part in self.args if isinstance(part, Condition) for name in part.names]
         return list(dict.fromkeys([self.args[0]] if self.word in _TESTS else found))
 
+    def renamed(self, names: Mapping[str, str]) -> Condition:
+        """Return the condition with other names of histories."""
+        args: list[Any] = [part.renamed(names) if isinstance(part, Condition) else part for part in self.args]
+        if self.word in _TESTS:
+            args[0] = names.get(args[0], args[0])
+        return Condition(self.word, tuple(args))
+
     def __str__(self) -> str:
         if self.word == "not":
             return f"not ({self.args[0]})" if self.args[0].word in ("and", "or") else f"not {self.args[0]}"

@@ -180,7 +180,7 @@ class AuxiliaryTask(EmbeddingTask):
         strange = sorted(set(names) - set(known or map(str, range(self._classes))))
         if strange or bool(known) != bool(table.names):
             raise DataError(
-                f"eval: found the classes {strange or table.names} of pairs, which training does not have; expected "
+                f"found the classes {strange or table.names} of pairs, which training does not have; expected "
                 f"{', '.join(known) if known else f'numbers below {self._classes}'}",
                 names=strange,
             )

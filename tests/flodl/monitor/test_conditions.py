@@ -92,6 +92,11 @@ def test_texts(text):
     found = parse_condition(text)
     assert found == TEXTS[text]
     assert parse_condition(str(found)) == found
+    assert str(
+        found.renamed({name: f"dev/{name}" for name in found.names}).renamed(
+            {f"dev/{name}": name for name in found.names}
+        )
+    ) == str(found)
 
 
 def test_the_text_omits_defaults_and_the_reason_has_the_values():

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-# Taken away: what Windows lacks, and macOS in part. torch comes first, because it may use what its system has.
+# Taken away: what Windows lacks, and macOS in part. Libraries come first, because they may use what their system has.
 PROGRAM = r"""
 import builtins, ctypes, errno, io, json, os, runpy, signal, sys, warnings
 import torch, torch._dynamo, numpy, safetensors.torch, tokenizers, typer, rich.console, rich.progress
+import huggingface_hub.repocard
 import subprocess, socket, tempfile, multiprocessing, asyncio, shutil, pathlib
 from fcntl import F_GETFL as get_flags, fcntl as flags_of
 

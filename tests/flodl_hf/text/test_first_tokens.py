@@ -106,7 +106,7 @@ def test_truncated_pairs_are_those_of_the_whole_texts(kind: str, cut: str, limit
     expected = [row.ids for row in inner.encode_batch(list(zip(firsts, seconds, strict=True)))]
     found = encode(tokenizer, firsts, seconds, max_tokens=limit, truncate=True, cut=cut)
     rows = np.split(found.table.ids, np.cumsum(found.table.lengths)[:-1])
-    assert [rows[i].tolist() for i in np.argsort(found.owners)] == expected
+    assert [rows[i].tolist() for i in np.argsort(found.table.owners)] == expected
     assert found.truncated == sum(len(row) > limit for row in whole)
 
 
@@ -116,7 +116,7 @@ def test_truncation_keeps_one_side(side: str) -> None:
     tokenizer = Tokenizer.from_files({**files, "tokenizer_config.json": b'{"truncation_side": "%s"}' % side.encode()})
     found = encode(tokenizer, CORPUS, max_tokens=9, truncate=True)
     rows = np.split(found.table.ids, np.cumsum(found.table.lengths)[:-1])
-    for place, owner in enumerate(found.owners.tolist()):
+    for place, owner in enumerate(found.table.owners.tolist()):
         (row,) = tokenizer._backend.rows([CORPUS[owner]])
         kept = row.ids[1:-1][-7:] if side == "left" else row.ids[1:-1][:7]
         assert rows[place].tolist() == [row.ids[0], *kept, row.ids[-1]]
