@@ -145,7 +145,7 @@ class Endpoint:
             headers = Headers(scope)
             key = check_key(state, headers)
             form = response_format(headers.get(b"accept"))
-            body = _parsed(await self._body(headers, receive), settings.max_tokens)
+            body = _parsed(await self._body(headers, receive, watch), settings.max_tokens)
             watch.read = True
             request = Request(
                 state,
@@ -187,7 +187,7 @@ class Endpoint:
         # The response is written in the next iteration of the loop; metrics are updated after that.
         watch.loop.call_soon(self._metrics.finished, request, status, word, time.perf_counter() - started)
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+    async def _body(self, headers: Headers, receive: Receive, watch: _Watch) -> bytes:
         most = self.state.settings.max_body
         kind = headers.get(b"content-type", "application/json")
         length = headers.get(b"content-length", "0")
@@ -204,6 +204,7 @@ class Endpoint:
             more = message.get("more_body", False) and not large
         if large:
             parts.clear()
+            watch.close()  # the answer is known, however late the rest arrives
             await self._discarded(receive, 16 * most)
             raise RefusedError(f"the body has more than {most} bytes. Send fewer texts in a request.", "size")
         if "json" not in kind.lower():
