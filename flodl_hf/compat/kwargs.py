@@ -145,7 +145,8 @@ def replace_long_texts(method: str, given: Mapping[str, Any], own: Collection[st
     others = (*LONG_TEXTS.values(), "truncation", *(["max_length"] if value == "windows" else []))
     if both := [name for name in others if rest.get(name) is not None]:
         raise PredictError(
-            f"{method}: found long_texts={value!r} and {', '.join(both)}, expected one of them. Pass only long_texts.",
+            f"{method}: found long_texts={value!r} and {', '.join(f'{name}=' for name in both)}, expected one of them. "
+            "Pass only long_texts=.",
             problems=["long_texts", *both],
         )
     return rest if value == default else {**rest, LONG_TEXTS[value]: True}

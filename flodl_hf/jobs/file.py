@@ -172,9 +172,11 @@ def predict_file(
             workers.stop(finish=not result.is_whole)
     if result.truncated and result.is_whole:
         how = "pairs of long texts, the longer text first, as transformers does"
+        if options.get("truncate") or options.get("long_texts") == "truncate":
+            how = "texts to the model's maximum length, as long_texts='truncate' requests"
         if plan.answerer.columns.keys() & {"embedding", VECTOR}:
-            how = "texts to the model's maximum length, as sentence-transformers does. --windows (windows=True) "
-            how += "reads whole texts in windows instead"
+            how = "texts to the model's maximum length, as sentence-transformers does. long_texts='windows' reads "
+            how += "whole texts in windows instead"
         warnings.warn(f"{source}: truncated {result.truncated:,} of {result.rows:,} {how}.", stacklevel=2)
     return result
 

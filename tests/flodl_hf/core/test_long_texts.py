@@ -89,7 +89,8 @@ def test_files_accept_both_forms_as_one_job(make: Maker, tmp_path: Path) -> None
     stops = iter([False, True])
     predict_file(model, source, parts, truncate=True, part_rows=2, should_stop=lambda: next(stops, True))
     assert predict_file(model, source, parts, long_texts="truncate", part_rows=2).resumed
-    predict_file(model, source, other := tmp_path / "other.jsonl", truncate=True, part_rows=2)
+    with pytest.warns(UserWarning, match=r"truncated 1 of 10 texts to the .* long_texts='truncate' requests"):
+        predict_file(model, source, other := tmp_path / "other.jsonl", truncate=True, part_rows=2)
     assert parts.read_text() == other.read_text()
     skipped = predict_file(model, source, tmp_path / "short.jsonl", long_texts="error", on_error="skip")
     assert len(skipped.faults) == 1
