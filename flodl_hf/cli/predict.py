@@ -126,7 +126,6 @@ def command(
     The checkpoint sets the output: labels, entities, an answer (--question), the words for [MASK], an embedding, or an
     order (--query). A file may have any number of rows; the same command resumes an interrupted run.
     """
-    began = time.perf_counter()
     options, files, loading = (chosen(given, rows) for rows in (OPTIONS, FILES, LOADING))
     if "threshold" in options:
         options["threshold"] = _threshold(options["threshold"])
@@ -135,10 +134,10 @@ def command(
     if source is not None and out is not None and not text:
         check_places("prediction", {"model": model, "source": source, "out": out})
         said = {"question": question, "query": query, "head": head}
-        result = _file(model, source, out, {**files, **said, **options}, loading, device, json_output)
+        imported, result = _file(model, source, out, {**files, **said, **options}, loading, device, json_output, timing)
         if timing:
-            load_s = time.perf_counter() - began - result.seconds
-            say_timing({"import": began - STARTED, "load": load_s, "predict": result.seconds})
+            load_s = time.perf_counter() - imported - result.seconds
+            say_timing({"import": imported - STARTED, "load": load_s, "predict": result.seconds})
         return
     if source is not None or out is not None:
         _misused(
@@ -158,6 +157,7 @@ def command(
         what = "is a folder; expected a file" if page.is_dir() else "its folder does not exist; make it first"
         raise ConfigError(f"--html: {page}: {what}", problems=["html"])
     with prefetching(model, {"device": device, "weights": given["weights"]}):
+        imported = _import_torch() if timing else 0.0
         from flodl_hf.auto import load
         from flodl_hf.checkpoints.hub.folders import expect_tokenizer
 
@@ -171,7 +171,7 @@ def command(
         answers = answer(loaded, texts, question=question, options=options)
     drawn = _told(answers, json_output, most=0 if page is None else MOST_DRAWN)
     if timing:
-        say_timing({"import": began - STARTED, "load": ready - began, "predict": time.perf_counter() - ready})
+        say_timing({"import": imported - STARTED, "load": ready - imported, "predict": time.perf_counter() - ready})
     if page is not None:
         from flodl_hf.training.report.answers import write_page
 
@@ -187,16 +187,29 @@ def _file(
     loading: dict[str, Any],
     device: str,
     json_output: bool,
-) -> FileResult:
-    """Answer a file into a file or onto standard output, on one device or, with ``devices``, on several."""
+    timing: bool,
+) -> tuple[float, FileResult]:
+    """Answer a file into a file or onto standard output, on one device or, with ``devices``, on several.
+
+    Returns:
+        The time when torch was imported, as of ``time.perf_counter()``, or 0.0 without ``timing``; and the result.
+    """
     one = "devices" not in said
     with prefetching(model, {"device": device if one else None, "weights": loading.get("weights")}):
+        imported = _import_torch() if timing else 0.0
         if one:
             said = {**said, "device": device_said(device)}
         said |= loading
         if str(out) == "-":
-            return predict_to_output(model, source, said)
-        return predict_to_file(model, source, out, said, json_output)
+            return imported, predict_to_output(model, source, said)
+        return imported, predict_to_file(model, source, out, said, json_output)
+
+
+def _import_torch() -> float:
+    """Import torch while the weights are read, and return the time of ``time.perf_counter()``."""
+    import torch  # noqa: F401
+
+    return time.perf_counter()
 
 
 def _told(answers: Iterator[tuple[str, Any]], json_output: bool, most: int) -> list[tuple[str, Any]]:
