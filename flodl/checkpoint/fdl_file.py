@@ -115,7 +115,7 @@ class _Reader:
         try:
             while part := self.file.read(min(CHUNK_BYTES, count - len(data))):
                 data += part
-        except (EOFError, OSError, zlib.error) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             self.fail(f"the gzip stream is damaged or truncated ({error})")
         return data
 

@@ -64,9 +64,16 @@ class Condition:
         return len(trend) >= least and _TESTS[self.word](trend, *rest)
 
     def why(self, context: RuleContext) -> str:
-        """Return the values that the condition reads."""
-        values = [f"{name} is {context.trend(name).latest():.4g}" for name in self.names]
-        return ", ".join([*values, f"{context.epochs} epochs are done"])
+        """Return the values that make the condition true."""
+        first = self.args[0]
+        if self.word == "not":
+            return f"{first} is false"
+        if self.word in ("and", "or"):
+            return " and ".join(part.why(context) for part in self.args if part(context))
+        if self.word not in _TESTS:
+            unit = self.word.removeprefix("after_")
+            return f"{getattr(context, unit)} {unit} are done"
+        return f"{first} is {context.trend(first).latest():.4g}"
 
     @property
     def names(self) -> list[str]:

@@ -69,7 +69,8 @@ def page_of_rows(rows: Iterable[Mapping[str, Any]], title: str) -> str:
 
 def log_of_rows(rows: Iterable[Mapping[str, Any]], total: int, times_s: Sequence[float]) -> str:
     """Return the console line of each row; ``times_s`` are the seconds at which epochs ended."""
-    text, begin = "", 0.0
+    text, begin, rows = "", 0.0, list(rows)
+    total = max(total, len(rows))
     for (epoch, row), end in zip(enumerate(rows), times_s, strict=False):
         metrics = {name: value for name, value in row.items() if name != "epoch"}
         text += console_line(epoch, total, metrics, end - begin, end / (epoch + 1) * (total - epoch - 1) or None) + "\n"

@@ -177,6 +177,8 @@ class Profiler:
         if self._last_call and module is self.model:
             self._device = next((p.device for p in module.parameters()), self._device)
             self._running, self._spans = [], []
+        elif self._last_call and not self._running:
+            return  # a module that is called without the model
         if self._bytes is not None:
             self._bytes.setdefault(id(module), 0)
         self._running.append((id(module), self._mark()))

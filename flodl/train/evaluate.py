@@ -191,7 +191,10 @@ def _add(sums: dict[str, list[Any]], given: Any, batch: Any) -> None:
         given = {"eval_loss": loss.totals().unbind(), **loss.metrics}
     for name, figures in given.items():
         if not isinstance(figures, Sequence | torch.Tensor) or len(figures) != 2:
-            raise TrainError(f"evaluate: the figure {name!r} is {type(figures).__name__}; expected a sum and a count.")
+            raise TrainError(
+                f"evaluate: the figure {name!r} is {type(figures).__name__}; expected a sum and a count, such as "
+                "(hits, len(labels)). Use eval_fn for a function that returns final figures."
+            )
         kept = sums.setdefault(name, [0.0, 0.0])
         for i, figure in enumerate(figures):
             # summed on its device, so that the host does not wait for each batch

@@ -102,7 +102,7 @@ class RowFeed:
         else:
             batches = map(loader.fetch, [rows for _, rows in items], itertools.repeat(epoch), [n for n, _ in items])
         for turn, parts in plans:
-            made = list(itertools.islice(batches, len(parts)))
+            made = [next(batches) for _ in parts]  # a StopIteration of the data must not shorten a step
             if not resident and not depth:
                 made = [loader.placement.receive(*loader.placement.send(batch)) for batch in made]
             yield turn, made if self.device is None else [batch.to(self.device) for batch in made]

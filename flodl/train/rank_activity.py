@@ -30,7 +30,8 @@ from flodl.train.evaluate import evaluating
 from flodl.train.events import LayersTimed, ModelDescribed, RankWork, StepDone
 from flodl.train.step.outcome import Part
 
-EVERY_S = 0.5
+# Seconds between two messages of a rank to the monitor.
+SEND_EVERY_S = 0.5
 
 
 class RankActivity(Callback):
@@ -123,7 +124,7 @@ class RankActivity(Callback):
     def _send(self, *, at_once: bool = False) -> None:
         self._add_steps()
         now, ranks = time.monotonic(), self._trainer.ranks
-        if not self.is_monitored or (now - self._sent < EVERY_S and not at_once):
+        if not self.is_monitored or (now - self._sent < SEND_EVERY_S and not at_once):
             return
         self._sent = now
         if self._sums:
@@ -156,7 +157,7 @@ class RankActivity(Callback):
 
 
 # Seconds between two measured steps.
-EVERY_S = 20.0
+MEASURE_EVERY_S = 20.0
 # Time between two additional passes, as a multiple of their duration.
 IDLE_RATIO = 200.0
 # Steps at the start that are slower than later ones.
@@ -190,7 +191,7 @@ class LayerProbe(Callback):
                 self._compute_again(trainer, batches[0])
             else:
                 self._profiler = Profiler(trainer.model, modules_of(trainer.model), gradients=True)
-                self._next = time.monotonic() + EVERY_S
+                self._next = time.monotonic() + MEASURE_EVERY_S
         except Exception as fault:  # a measurement must not end a run
             if self._has_memory:
                 self._stop(trainer, fault)

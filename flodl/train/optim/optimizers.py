@@ -82,7 +82,11 @@ def parameter_groups(
     named = list(model.named_parameters())
     unused = [path for path, _ in rules if not any(_lies_in(name, path) for name, _ in named)]
     if unused:
-        raise TrainError(f"parameter_groups: found no parameter at {', '.join(unused)}.", paths=unused)
+        names = ", ".join(name for name, _ in named[:4])
+        raise TrainError(
+            f"parameter_groups: found no parameter at {', '.join(unused)}; expected a path of names such as {names}.",
+            paths=unused,
+        )
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in named:
         if not parameter.requires_grad:
@@ -170,7 +174,8 @@ def make_optimizer(
     foreign = sum(id(p) not in own for group in made.param_groups for p in group["params"])
     if foreign:
         raise TrainError(
-            f"optimizer: found {foreign} parameters that the model does not have; expected its own.",
+            f"optimizer: found {foreign} parameters that the model does not have; expected parameters of the model. "
+            "Make a loss with parameters part of the model, or pass a factory such as adamw(1e-3).",
             found=foreign,
         )
     return made

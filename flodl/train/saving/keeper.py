@@ -57,7 +57,10 @@ def lock_folder(folder: Path, timeout_s: float = 10.0) -> int:
     while not lock(descriptor):
         if time.monotonic() > until:
             os.close(descriptor)
-            raise TrainError(f"checkpoints: another run is writing to {folder}.", folder=str(folder))
+            raise TrainError(
+                f"checkpoints: another run is writing to {folder}. Wait for it, or use another folder.",
+                folder=str(folder),
+            )
         time.sleep(0.1)
     return descriptor
 
@@ -87,14 +90,15 @@ class Keeper:
         self._covered = time.monotonic()  # when the newest complete save began, on rank 0
         self._best: dict[str, Any] | None = None  # signed value, step and metric of the best that was saved
         self._best_path: Path | None = None  # on rank 0; None while it is being written, and where it could not be
-        self._damaged: set[Path] = set()
+        self._damaged: dict[Path, str] = {}
         if self.ranks.rank == 0:
             try:
                 make_folders(self.folder)
                 self._lock = lock_folder(self.folder)
             except OSError as error:
                 raise TrainError(
-                    f"checkpoints: {self.folder} cannot be written ({error.strerror or error}). Use another folder.",
+                    f"checkpoints: {self.folder} cannot be written ({error.strerror or error}). Check space and "
+                    "permissions, or use another folder.",
                     folder=str(self.folder),
                     errno=error.errno,
                 ) from error
@@ -187,7 +191,7 @@ class Keeper:
             left = "no checkpoint with figures is left" if found is None else f"the best left is step {found['step']}"
             self.trainer.warn(
                 f"the best checkpoint, step {record['step']} ({self.metric.lstrip('-')} {abs(record['value']):.6g}), "
-                f"is damaged or missing; {left}. Its weights are lost."
+                f"is damaged or missing; {left}. Its weights are lost. {' '.join(self._damaged.values())}".rstrip()
             )
 
     def _best_on_disk(self) -> dict[str, Any] | None:
@@ -198,8 +202,8 @@ class Keeper:
                     open_checkpoint(path)
                     self._best_path = path
                     return {"value": value, "step": step, "metric": self.metric}
-                except CheckpointError:
-                    self._damaged.add(path)
+                except CheckpointError as error:
+                    self._damaged[path] = error.message
         return None
 
     # ---- writing -------------------------------------------------------------------------------------

@@ -86,13 +86,25 @@ def test_disabling_takes_every_hook_away(graph):
         assert not module._forward_pre_hooks
 
 
-def test_a_module_in_two_nodes_is_told_apart():
+def test_a_module_in_two_nodes_has_its_whole_time_in_both():
     shared = Sleep(0.01)
     graph = FlowBuilder(shared).through(shared).build()
     graph.observe.enable_profiling()
     graph(torch.zeros(1))
     seconds = [node.seconds for node in graph.observe.profile().nodes]
     assert seconds == pytest.approx([0.02, 0.02])
+
+
+def test_calls_of_a_node_without_its_graph_are_not_measured():
+    node = Sleep(0.01)
+    graph = FlowBuilder(node).through(Sleep(0.01)).build()
+    graph.observe.enable_profiling()
+    node(torch.zeros(1))
+    assert graph.observe.profile() is None
+    graph(torch.zeros(1))
+    before = graph.observe.profile()
+    node(torch.zeros(1))
+    assert graph.observe.profile() == before
 
 
 def test_a_failed_call_has_no_profile_and_the_next_one_has():

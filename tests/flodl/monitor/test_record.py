@@ -239,6 +239,8 @@ def test_the_log_has_one_line_an_epoch(tmp_path, monkeypatch):
     assert (tmp_path / "log").read_text() == (
         "  epoch 1/2  loss=0.5000  [1m 05s  ETA 1m 05s]\n  epoch 2/2  loss=1.20e-4  [1m 05s]\n"
     )
+    observer.write_log(tmp_path / "short", 1)
+    assert (tmp_path / "short").read_text() == (tmp_path / "log").read_text()
 
 
 def test_the_page_contains_any_name_as_text(tmp_path):

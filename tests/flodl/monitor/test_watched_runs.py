@@ -114,7 +114,7 @@ def test_looking_on_changes_no_number(monkeypatch, recorded):
 
     if recorded:
         monkeypatch.setattr("flodl.train.parts.make_capturer", lambda device, settings: Repeats())
-    monkeypatch.setattr("flodl.train.rank_activity.EVERY_S", 0.0)
+    monkeypatch.setattr("flodl.train.rank_activity.MEASURE_EVERY_S", 0.0)
     monkeypatch.setattr("flodl.train.rank_activity.IDLE_RATIO", 0.0)
     plain = builder(None).run()
     looks: list[LayersTimed] = []
@@ -305,7 +305,7 @@ class Dies(Callback):
 
 
 def test_a_rank_that_dies_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("flodl.train.rank_activity.EVERY_S", 0.01)
+    monkeypatch.setattr("flodl.train.rank_activity.SEND_EVERY_S", 0.01)
     failures: list[RunFailed] = []
     with quiet(folder=tmp_path) as monitor:
         run = ranks_of(monitor, "sync", dying, callbacks=(Dies(),)).subscribe(failures.append, RunFailed)

@@ -145,3 +145,26 @@ def test_a_loop_without_gradients_is_told(own: bool) -> None:
     says = r"trainer\.step\(\) alone" if own else "found no gradient"
     with pytest.raises(TrainError, match=says):
         loop(own)
+
+
+class Ends(torch.utils.data.Dataset[Any]):
+    """Rows of an iterator that ends before the stated length."""
+
+    def __init__(self) -> None:
+        self.rows = iter([{"x": x, "y": torch.tensor(0)} for x in X[:10]])
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, place: int) -> Any:
+        return next(self.rows)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_data_that_end_early_end_the_run(held_out: bool) -> None:
+    def step(net: nn.Module, batch: Any) -> Any:
+        return cross_entropy(net(batch["x"]), batch["y"])
+
+    trainer = Trainer(Net(), adamw(1e-2), step, batch_size=4, progress=False)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        trainer.fit(ROWS, eval_data=Ends()) if held_out else trainer.fit(Ends())
