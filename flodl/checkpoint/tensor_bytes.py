@@ -28,12 +28,12 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "I32": torch.int32,
     "U32": torch.uint32,
     "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
     "I64": torch.int64,
     "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
 }
-"""The dtypes of safetensors that torch has."""
+"""The dtypes of safetensors that torch has, in the order of the library, which sorts tensors by it descending."""
 
 
 def refuse(path: str, problems: list[str], remedy: str) -> NoReturn:

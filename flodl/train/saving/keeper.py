@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -89,6 +90,7 @@ class Keeper:
         self._given_up, self._dropped = threading.Event(), threading.Event()
         self._covered = time.monotonic()  # when the newest complete save began, on rank 0
         self._best: dict[str, Any] | None = None  # signed value, step and metric of the best that was saved
+        self._settled = -math.inf  # value of the best whose checkpoint is known to exist
         self._best_path: Path | None = None  # on rank 0; None while it is being written, and where it could not be
         self._damaged: dict[Path, str] = {}
         if self.ranks.rank == 0:
@@ -161,24 +163,23 @@ class Keeper:
         if value is None:
             return False
         if self._best is not None and value <= self._best["value"] and self._best["step"] != self.step:
-            self.settle_best(wait=False)  # the better one may have failed
+            if value <= self._settled:
+                return False  # even if the better one fails
+            self.settle_best()
         return self._best is None or value > self._best["value"]
 
-    def settle_best(self, *, wait: bool = True) -> None:
-        """Use the best checkpoint on disk if the best was not written or is missing; all ranks call this.
-
-        Args:
-            wait: False changes nothing while the best is being written.
-        """
+    def settle_best(self) -> None:
+        """Use the best checkpoint on disk if the best was not written or is missing; all ranks call this."""
         if self._best is None:
             return
         found = self._best
-        if self.ranks.rank == 0 and (wait or self._saving.done()):
+        if self.ranks.rank == 0:
             if self._best_path is None:
                 self.join()
             if self._best_path is None or not self._best_path.exists():
                 found = self._best_on_disk()
         self._best = self.ranks.tell(found)
+        self._settled = -math.inf if self._best is None else self._best["value"]
 
     def resume_best(self, record: Mapping[str, Any] | None) -> None:
         """Find the best checkpoint, and warn if the recorded one is damaged or missing; all ranks call this."""

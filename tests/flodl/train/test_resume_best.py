@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -215,11 +216,12 @@ def test_a_schedule_is_known_by_its_values_and_not_by_where_it_lies(tmp_path):
 
 
 def refusing(monkeypatch, broken):
-    """Have the disk refuse checkpoints of these steps."""
+    """Have the disk refuse checkpoints of these steps, after the next evaluations."""
     write = keeper._write
 
     def limited(path, chunks):
         if any(f".stage-{step:08d}-" in str(path) for step in broken):
+            time.sleep(0.2)
             raise OSError(28, "No space left on device")
         return write(path, chunks)
 

@@ -15,33 +15,11 @@ from typing import Any, Literal
 
 import torch
 
+from flodl.checkpoint.tensor_bytes import TORCH_DTYPES as DTYPES
 from flodl.errors import CheckpointError, UnsafeFileError, capped, printable
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import plain_name_fault
 
 Layout = Literal["single", "sharded", "bin", "bin-sharded"]
-
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "C64": torch.complex64,
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-}
-"""safetensors' name of a number type to torch's, in the order of the library, which sorts tensors by it descending."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 """torch's number type to safetensors' name."""
