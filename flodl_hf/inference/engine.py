@@ -263,13 +263,14 @@ def current(device: torch.device, precision: Precision | None = None) -> Iterato
     if device.type != "cuda":
         yield
         return
-    switches = precision in ("tf32", "fp32", "exact")
-    before = torch.backends.cuda.matmul.allow_tf32
     with torch.cuda.device(device):
-        if switches:
-            torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        if precision not in ("tf32", "fp32", "exact"):
+            # torch refuses to read the switch if the program has set ``fp32_precision``.
+            yield
+            return
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         try:
             yield
         finally:
-            if switches:
-                torch.backends.cuda.matmul.allow_tf32 = before
+            torch.backends.cuda.matmul.allow_tf32 = before

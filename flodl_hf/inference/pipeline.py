@@ -29,7 +29,7 @@ from flodl_hf.inference.batch import COUNTED, HEARD, TRUNCATED, Pending, Work
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.fleet import Fleet
-from flodl_hf.inference.graph_model.model import reinit_after_fork
+from flodl_hf.inference.graph_model.model import warn_after_fork
 from flodl_hf.inference.inputs import FIRST_PLACE, Encoded
 from flodl_hf.inference.options import RunKeywords, RunOptions
 from flodl_hf.inference.results.lists import Found, Results
@@ -82,7 +82,7 @@ class Session:
     """
 
     def __init__(self, model: GraphModel, given: RunKeywords) -> None:
-        reinit_after_fork()
+        warn_after_fork()
         self.model = model
         options = model._run_options or RunOptions()
         self.options = options.changed(dict(given)) if given else options
@@ -179,6 +179,7 @@ class _Loop:
     """The windows of one call; see `Session.answer`.
 
     Attributes:
+        began: time of the start; None for one item, which shows no progress.
         call: sends windows to worker processes.
         ahead: whether windows are tokenized while the device computes.
     """
@@ -198,7 +199,7 @@ class _Loop:
     ahead: bool = False
     progress: Progress | None = None
     known: int | None = None
-    began: float = 0.0
+    began: float | None = None
     done: int = 0
     truncated: int = 0
     truncated_pairs: int = 0
@@ -328,6 +329,8 @@ class _Loop:
     def report(self, done: int) -> None:
         """Report the items with results; a call that has only one batch shows no progress."""
         wanted = self.session.options.progress
+        if self.began is None:
+            return
         if self.progress is None and (wanted or (wanted is None and self.known is not None and done < self.known)):
             self.progress = Progress(self.what, self.known, unit="texts", show=wanted, started=self.began)
         if self.progress is not None:

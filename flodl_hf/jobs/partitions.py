@@ -14,7 +14,7 @@ from typing import Any, Literal
 from flodl.errors import DataError, capped
 from flodl_hf.jobs.columns import ColumnArgs, choose_columns, item_of
 from flodl_hf.jobs.tables import Kind, arrow_type
-from flodl_hf.jobs.tasks import answerer_for, faulty_items
+from flodl_hf.jobs.tasks import answerer_for, faulty_items, with_old_names
 from flodl_hf.readers.arrow import need_pyarrow
 from flodl_hf.readers.rows import RowFault
 
@@ -61,7 +61,7 @@ class Partitions:
         args, options = split_words(words)
         choice = choose_columns(model.head, names, args, own=False)
         self._model = model
-        self._answerer = answerer_for(model, choice, options)
+        self._answerer = answerer_for(model, choice, with_old_names(model, choice.task, options))
         self._item = item_of(choice)
         self._null = on_error == "null"
         self.read = choice.read

@@ -59,12 +59,12 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
     Args:
         model: the model.
         choice: the columns.
-        options: options of the model's method: ``top_k``, ``long_texts``, ``threshold``, ...; None is ignored.
+        options: options of the model's method, of `with_old_names`: ``top_k``, ``threshold``, ...; None is ignored.
 
     Raises:
         PredictError: the method has no such option, or the model does not support the task.
     """
-    given = {name: value for name, value in with_old_names(model, choice.task, options).items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     stored = given.pop("store", None) if choice.task == "vectors" else None
     method = method_of(model, choice.task, stored=stored is not None)
     known = _keywords(method, choice.task)

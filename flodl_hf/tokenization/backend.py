@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import tokenizers
@@ -67,8 +68,18 @@ def over_threads(run: Callable[[list[Any]], list[Any]], batch: list[Any], each: 
         return [encoding for part in parts for encoding in part]
 
 
+R = TypeVar("R")
+
+PATIENCE_S = 30.0
+PER_CHARACTER_S = 50e-6  # published patterns take less than a fiftieth
 # Patterns of the tokenizers that transformers itself writes.
 KNOWN = (" {2,}", "\\s+", "\\s", "[^\\S\\n]+", "[\\r\\n]+")
+
+
+def foreign_patterns(*parts: str | bytes) -> tuple[str, ...]:
+    """Return the regular expressions of parts of a definition (JSON texts) that no published tokenizer has."""
+    found = (pattern for part in parts for pattern in _patterns(json.loads(part)))
+    return tuple(dict.fromkeys(pattern for pattern in found if pattern not in KNOWN))
 
 
 def _patterns(value: Any) -> Iterator[str]:
@@ -80,6 +91,46 @@ def _patterns(value: Any) -> Iterator[str]:
     if isinstance(value, list):
         for part in value:
             yield from _patterns(part)
+
+
+def within_time(run: Callable[[], R], characters: int, patterns: tuple[str, ...], where: str) -> R:
+    """Return ``run()``, which must release the interpreter lock.
+
+    Args:
+        run: function without arguments. If it exceeds the limit, its thread continues until the process ends.
+        characters: number of characters of the texts.
+        patterns: the regular expressions, for messages.
+        where: the tokenizer.
+
+    Raises:
+        TokenizerError: it took too long.
+    """
+    result: list[R] = []
+    fault: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            result.append(run())
+        except BaseException as error:
+            fault.append(error)
+
+    limit = PATIENCE_S + PER_CHARACTER_S * characters
+    thread = threading.Thread(target=work, name="flodl-hf-pattern", daemon=True)
+    thread.start()
+    thread.join(limit)
+    if fault:
+        raise fault[0]
+    if result:
+        return result[0]
+    listed = ", ".join(printable(pattern, 80) for pattern in patterns[:3])
+    raise TokenizerError(
+        f"{where}: splitting {characters:,} characters took more than {limit:.0f} s by the patterns of its "
+        f"tokenizer.json ({listed}), which may not end on some texts. Do not use this tokenizer unless you know "
+        "who made it, or give it shorter texts.",
+        where=where,
+        patterns=list(patterns),
+        limit_s=limit,
+    )
 
 
 # With fewer texts, one encoding for each is as fast as blocks.
@@ -146,6 +197,10 @@ def _keeps_space(inner: tokenizers.Tokenizer) -> bool:
     return bool(part.get("trim_offsets") and part.get("add_prefix_space"))
 
 
+def _characters(texts: Sequence[Any]) -> int:
+    return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts)
+
+
 class Backend:
     """A frozen tokenizer of the tokenizers library; every method may be called from any thread."""
 
@@ -190,8 +245,7 @@ class Backend:
         self.by_code = pre_tokenizer is None
         pre_tokenizer = pre_tokenizer or b"{}"
         self._mark: Mark | Literal[False] | None = False  # not determined yet
-        parts = (json.loads(part) for part in (normalizer, pre_tokenizer))
-        self._has_patterns = any(pattern not in KNOWN for part in parts for pattern in _patterns(part))
+        self.patterns = foreign_patterns(normalizer, pre_tokenizer)
         self.pair_fault: str | None = None  # why pairs cannot be framed for the model
         # Used only if the token and its id agree.
         pad_token, pad_id = padding.get("pad_token"), padding.get("pad_id")
@@ -252,13 +306,13 @@ class Backend:
             raise TokenizerError(self.pair_fault, where=self.where)
         batch = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
         with translated_errors(f"{self.where}: encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
-            if len(batch) == 1 and not fast:
+            if len(batch) == 1 and not fast and not self.patterns:
                 # Starting threads for a batch takes as long as encoding one text.
                 pair = (batch[0], None) if pairs is None else batch[0]
                 return [self.inner.encode(*pair, is_pretokenized=words, add_special_tokens=special)]
             run = self.inner.encode_batch_fast if fast else self.inner.encode_batch
             run = partial(run, is_pretokenized=words, add_special_tokens=special)
-            return over_threads(run, batch)
+            return self._run(run, batch, lambda: _characters(texts) + _characters(pairs or ()))
 
     def word_tokens(self, text: str) -> list[str] | None:
         """Return the words that Python code splits, known or not; None where the vocabulary has parts of words."""
@@ -278,10 +332,21 @@ class Backend:
         text = normalizer.normalize_str(text) if normalizer else text
         return [word for word, _ in splitter.pre_tokenize_str(text)] if splitter and text else []
 
+    def _run(
+        self,
+        run: Callable[[list[Any]], list[tokenizers.Encoding]],
+        batch: list[Any],
+        characters: Callable[[], int],
+        each: int = 1,
+    ) -> list[tokenizers.Encoding]:
+        if self.patterns:
+            return within_time(lambda: run(batch), characters(), self.patterns, self.where)
+        return over_threads(run, batch, each)
+
     @cached_property
     def splits_at_spaces(self) -> bool:
         """Whether a prefix of a text that ends before a space has the first tokens of the text."""
-        return not self.by_code and not self._has_patterns and splits_at_spaces(self.inner)
+        return not self.by_code and not self.patterns and splits_at_spaces(self.inner)
 
     def flat(self, texts: Sequence[str]) -> Flat:
         """Return the ids of texts."""
@@ -290,8 +355,12 @@ class Backend:
                 self._mark = mark_of(self.inner)
             if self._mark:
                 run = partial(self.inner.encode_batch_fast, is_pretokenized=True, add_special_tokens=False)
+
+                def blocks(batch: list[Any], each: int) -> list[tokenizers.Encoding]:
+                    return self._run(run, batch, lambda: _characters(texts), each)
+
                 with translated_errors(f"{self.where}: encoding", "the tokenizer cannot treat one of the texts", texts):
-                    found = in_blocks(texts, self._mark, partial(over_threads, run), cores())
+                    found = in_blocks(texts, self._mark, blocks, cores())
                 if found is not None:
                     return found
         encodings = self.encodings(texts, special=False, fast=True)

@@ -6,6 +6,7 @@ Entries have the names of transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from .rows import Row
@@ -94,16 +95,18 @@ class Encoded(MutableMapping[str, Any]):
             ids: Any = self._ids
             # The entries of one text are flat lists.
             own = ids if not len(ids) or isinstance(ids[0], int) else ids[number]
-            self._found[number] = Encoding(list(map(int, own)), self._rows[number], self._lead[number], self._tokens)
+            self._found[number] = Encoding(own, self._rows[number], self._lead[number], self._tokens)
         return self._found[number]
 
     def word_ids(self, batch_index: int = 0) -> list[int | None]:
         """Return for each token the number of its word, ``None`` for special tokens and padding."""
-        return self._row(batch_index).word_ids
+        row = self._row(batch_index)
+        return row._padded(self._rows[batch_index].word_ids, None)
 
     def sequence_ids(self, batch_index: int = 0) -> list[int | None]:
         """Return for each token 0 or 1 for its text, ``None`` for special tokens and padding."""
-        return self._row(batch_index).sequence_ids
+        row = self._row(batch_index)
+        return row._padded(self._rows[batch_index].sequence_ids, None)
 
     def tokens(self, batch_index: int = 0) -> list[str]:
         """Return the tokens of one row as strings, padding included."""
@@ -118,7 +121,7 @@ class Encoded(MutableMapping[str, Any]):
         row, index = self._place(first, second)
         if not -len(row) <= index < len(row):
             raise IndexError(f"token {index} of {len(row)}")
-        return None if row.sequence_ids[index] is None else getattr(row, name)[index]
+        return row._value(name, index)
 
     def token_to_chars(self, batch_or_token_index: int, token_index: int | None = None) -> tuple[int, int] | None:
         """Return ``(start, end)`` of a token in its text, ``None`` for special tokens and padding.
@@ -148,8 +151,8 @@ class Encoded(MutableMapping[str, Any]):
             sequence_index: 1 for the second text.
         """
         row, index = self._place(batch_or_char_index, char_index)
-        for at, (start, end) in enumerate(row.offsets):
-            if row.sequence_ids[at] == sequence_index and start <= index < end:
+        for at, ((start, end), sequence) in enumerate(zip(row.offsets, row.sequence_ids, strict=True)):
+            if sequence == sequence_index and start <= index < end:
                 return at
         return None
 
@@ -220,30 +223,63 @@ class Encoding:
         n_sequences: 1 for a text, 2 for a pair.
     """
 
-    def __init__(self, ids: list[int], row: Row, lead: int, tokens: Callable[[list[int]], list[str]]) -> None:
-        after = len(ids) - lead - len(row)
+    def __init__(self, ids: Any, row: Row, lead: int, tokens: Callable[[list[int]], list[str]]) -> None:
+        self._ids, self._row, self._lead, self._tokens = ids, row, lead, tokens
 
-        def padded(values: Sequence[Any], fill: Any) -> list[Any]:
-            return [fill] * lead + list(values) + [fill] * after
+    def _padded(self, values: Sequence[Any], fill: Any) -> list[Any]:
+        """Return a value of each token of the row in a new list, with ``fill`` for padding."""
+        return [fill] * self._lead + list(values) + [fill] * (len(self) - self._lead - len(values))
 
-        self.ids = ids
-        self._row, self._lead, self._tokens = row, lead, tokens
-        self.type_ids: list[int] = padded(row.type_ids, 0)
-        self.attention_mask: list[int] = padded([1] * len(row), 0)
-        self.special_tokens_mask: list[int] = padded(list(map(int, row.special)), 1)
-        self.offsets: list[tuple[int, int]] = padded(row.offsets, (0, 0))
-        self.word_ids: list[int | None] = padded(row.word_ids, None)
-        self.sequence_ids: list[int | None] = padded(row.sequence_ids, None)
-        self.n_sequences: int = 2 if 1 in row.sequence_ids else 1
+    def _value(self, name: str, index: int) -> Any:
+        """Return one value of a field of the row; ``None`` for special tokens and padding."""
+        at = index % len(self) - self._lead
+        is_text = 0 <= at < len(self._row) and self._row.sequence_ids[at] is not None
+        return getattr(self._row, name)[at] if is_text else None
+
+    @cached_property
+    def ids(self) -> list[int]:
+        return _numbers(self._ids)
+
+    @cached_property
+    def type_ids(self) -> list[int]:
+        return self._padded(self._row.type_ids, 0)
+
+    @cached_property
+    def attention_mask(self) -> list[int]:
+        return self._padded([1] * len(self._row), 0)
+
+    @cached_property
+    def special_tokens_mask(self) -> list[int]:
+        return self._padded(list(map(int, self._row.special)), 1)
+
+    @cached_property
+    def offsets(self) -> list[tuple[int, int]]:
+        return self._padded(self._row.offsets, (0, 0))
+
+    @cached_property
+    def word_ids(self) -> list[int | None]:
+        return self._padded(self._row.word_ids, None)
+
+    @cached_property
+    def sequence_ids(self) -> list[int | None]:
+        return self._padded(self._row.sequence_ids, None)
+
+    @property
+    def n_sequences(self) -> int:
+        return 2 if 1 in self._row.sequence_ids else 1
 
     @property
     def tokens(self) -> list[str]:
         """The tokens as strings."""
-        after = self._lead + len(self._row)
-        return [*self._tokens(self.ids[: self._lead]), *self._row.tokens, *self._tokens(self.ids[after:])]
+        before, after = self._ids[: self._lead], self._ids[self._lead + len(self._row) :]
+        return [*self._tokens(_numbers(before)), *self._row.tokens, *self._tokens(_numbers(after))]
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self._ids)
 
     def __repr__(self) -> str:
         return f"Encoding(num_tokens={len(self)}, tokens={self.tokens})"
+
+
+def _numbers(ids: Any) -> list[int]:
+    return ids.tolist() if hasattr(ids, "tolist") else list(map(int, ids))

@@ -183,7 +183,7 @@ def too_long(where: str, total: int, max_tokens: int, uncut: int | None = -1) ->
     elif uncut < 0:
         why, remedy = (
             "and truncation is off",
-            "shorten it, or set long_texts='truncate' (server: truncate or windows)",
+            "shorten it, or pass another long_texts (server: truncate or windows)",
         )
     return TextTooLongError(
         f"{where}: {total} tokens with special tokens, {why}; at most {max_tokens} fit; {remedy}",

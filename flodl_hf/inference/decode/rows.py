@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flodl_hf.tokenization import alignment
+
 T = TypeVar("T")
 
 
@@ -255,8 +257,5 @@ class JoinedWords:
 
 def join_words(words: Sequence[str], delimiter: str = " ") -> JoinedWords:
     """Return the words joined by ``delimiter`` and the position of each in the joined text."""
-    spans, place = [], 0
-    for word in words:
-        spans.append((place, place + len(word)))
-        place += len(word) + len(delimiter)
-    return JoinedWords(delimiter.join(words), tuple(spans))
+    text, spans = alignment.join_words(words, delimiter)
+    return JoinedWords(text, tuple(spans))

@@ -105,7 +105,7 @@ _ran = False
 _slowed = False
 
 
-def reinit_after_fork() -> None:
+def warn_after_fork() -> None:
     """Note that a model runs in this process, and warn once where the process is a fork of such a one."""
     global _ran, _slowed
     if not _ran:
@@ -191,7 +191,7 @@ class GraphModel(nn.Module):
         assert input_ids is not None
         if not torch.compiler.is_compiling():
             check_rows(input_ids)
-            reinit_after_fork()
+            warn_after_fork()
         layout, lead, ids = Padded.of(attention_mask), prefix_of(self.graph), input_ids
         if position_ids is not None:
             layout.memo["places"] = position_ids  # by which queries and keys are turned

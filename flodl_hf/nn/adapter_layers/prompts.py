@@ -1,7 +1,7 @@
 """Virtual tokens before each text: vectors that learn in the place of word embeddings (prompt tuning).
 
 They have ids beyond every vocabulary, so that rows of tokens grow by them before the graph is called
-(`PrefixKV`), and everything behind the word table sees ordinary tokens: positions, attention, the first token that a
+(`VirtualTokens`), and everything behind the word table sees ordinary tokens: positions, attention, the first token that a
 head reads. Results of tokens exclude the virtual ones.
 """
 
@@ -105,7 +105,7 @@ class PromptedEmbedding(nn.Embedding):
 
 
 @dataclass(frozen=True)
-class PrefixKV:
+class VirtualTokens:
     """Virtual tokens before each text of a call.
 
     Args:
@@ -126,7 +126,7 @@ class PrefixKV:
         return torch.cat([made.expand(len(embeds), -1, -1), embeds], 1)
 
 
-def prefix_of(graph: Any) -> PrefixKV | None:
+def prefix_of(graph: Any) -> VirtualTokens | None:
     """Return the virtual tokens that a graph's texts are to begin with; None without."""
     words = graph.get_submodule(WORDS)
-    return PrefixKV(len(words.prompt.vectors)) if type(words) is PromptedEmbedding else None
+    return VirtualTokens(len(words.prompt.vectors)) if type(words) is PromptedEmbedding else None

@@ -1,7 +1,7 @@
 """The table of a CUDA device for prediction in float32: products by the matrix units, which have none of float32.
 
 Each product of float32 numbers is three of fp16 (`flodl_hf.nn.kernels.fp16_split`), which these units compute twelve
-as fast as others compute one; the results differ from exact ones about as much as float32's own do. Norms and
+times as fast as others compute one; the results differ from exact ones about as much as float32's own do. Norms and
 activations pass their results on in parts. Few rows use ordinary products, for which the weights have to be read once
 rather than in parts. Inference only.
 """

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 
 from flodl_hf.errors import TokenizerError
+from flodl_hf.tokenization import backend
+
+SLOW = "(?:a|b)*[cd][ef]"  # tries each start of a run of a's, to its end
+TEXT = "a" * 40_000 + "cge"
 
 
 def definition(**parts: Any) -> bytes:
@@ -35,10 +39,41 @@ def made(**parts: Any) -> Any:
     return Tokenizer.from_files({"tokenizer.json": definition(**parts)}, folder="somewhere")
 
 
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
+def test_a_pattern_that_takes_too_long_is_left(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    pattern = {"Regex": SLOW}
+    part = (
+        {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        if place == "pre_tokenizer"
+        else {"type": "Replace", "pattern": pattern, "content": "b"}
+    )
+    tokenizer = made(**{place: part})
+    assert tokenizer("aaa").input_ids == made()("aaa").input_ids
+    with monkeypatch.context() as hurried:
+        hurried.setattr(backend, "PATIENCE_S", 0.1)
+        hurried.setattr(backend, "PER_CHARACTER_S", 0.0)
+        for call in (lambda: tokenizer(TEXT), lambda: tokenizer([TEXT, "a"]), lambda: tokenizer.encode_rows([TEXT])):
+            with pytest.raises(TokenizerError, match="took more than") as caught:
+                call()
+            assert caught.value.patterns == [SLOW]
+    assert tokenizer("a").input_ids == [4], "the next text is answered"
+
+
 def test_patterns_that_do_not_end_are_errors() -> None:
     nested = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     with pytest.raises(TokenizerError, match="retry-limit"):
         made(pre_tokenizer=nested)("a" * 60 + "b")
+
+
+def test_published_patterns_run_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    monkeypatch.setattr(backend, "within_time", None)
+    assert made(normalizer={"type": "Sequence", "normalizers": [spaces]})("a  a").input_ids == [4, 4]
+    assert backend.foreign_patterns(json.dumps({"normalizers": [spaces]})) == ()
+    assert backend.foreign_patterns(b'{"x": [{"Regex": "a"}, {"y": {"Regex": "b"}}, {"Regex": "a"}]}') == (
+        "a",
+        "b",
+    )
 
 
 def test_templates_with_very_many_ids_are_refused() -> None:
