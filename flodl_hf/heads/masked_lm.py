@@ -85,6 +85,8 @@ class MaskedLM(ScoringModel):
         tokenizer = self._ready("fill_mask", untrained=untrained)
         texts = as_text_list(texts, "fill_mask")
         targets = [targets] if isinstance(targets, str) else targets
+        if targets is not None and not targets:
+            raise PredictError("fill-mask: found no targets, expected at least one word or None", targets=[])
         if tokenizer.mask_token is None or tokenizer.mask_token_id is None:
             raise PredictError("fill_mask: the tokenizer has no mask token; name one in tokenizer_config.json")
         best = targets is None and compat is None
@@ -234,17 +236,18 @@ class MaskedLM(ScoringModel):
         from flodl_hf.inference.decode.masks import decode_targets
 
         ids = [_target_ids(tokenizer, word) for word in targets]
-        masked = self._masked([text])
+        found = masked = self._masked([text])
         scores: list[Tensor] = []
         at: dict[tuple[int, int], list[int]] = {}  # (mask, size) -> rows of the joined scores
-        total = 0
+        first = total = 0
         for size in sorted({len(i) for i in ids}):
             for mask in range(len(masked.text)):
-                widened = _put(tokenizer, text, mask, (tokenizer.mask_token or "") * size)
-                found = masked if size == 1 else self._masked([widened])
-                scores.append(found.at_masks(session.start(found.table, ScoresAt(), found.columns)))
-                at[mask, size] = list(range(total + mask, total + mask + size))
-                total += len(scores[-1])
+                if size > 1:
+                    found = self._masked([_put(tokenizer, text, mask, (tokenizer.mask_token or "") * size)])
+                if size > 1 or mask == 0:  # one run of the text scores one token at every mask
+                    scores.append(found.at_masks(session.start(found.table, ScoresAt(), found.columns)))
+                    first, total = total, total + len(scores[-1])
+                at[mask, size] = list(range(first + mask, first + mask + size))
         order = [at[mask, len(i)] for mask in range(len(masked.text)) for i in ids]
         proposals = decode_targets(torch.cat(scores), ids, places=order, top_k=top_k)
         return [

@@ -137,7 +137,10 @@ class RunOptions:
         names = [field.name for field in fields(self)]
         for name in given:
             if name not in names:
-                raise TypeError(f"unexpected keyword argument {name!r}{nearest(name, names)}")
+                raise TypeError(
+                    f"unexpected keyword argument {name!r}{nearest(name, names)}; beside the method's own arguments, "
+                    f"expected one of {', '.join(names)}"
+                )
         values = dict(given)
         devices = values.get("devices")
         if devices is not None:

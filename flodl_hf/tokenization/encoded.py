@@ -210,18 +210,7 @@ class Encoded(MutableMapping[str, Any]):
 
 
 class Encoding:
-    """One row of an `Encoded`, with its padding.
-
-    Attributes:
-        ids: token ids.
-        type_ids: segment of each token.
-        attention_mask: 1 for tokens, 0 for padding.
-        special_tokens_mask: 1 for special tokens and padding.
-        offsets: ``(start, end)`` of each token in its text.
-        word_ids: number of each token's word, ``None`` for special tokens and padding.
-        sequence_ids: 0 or 1 for a token's text, ``None`` for special tokens and padding.
-        n_sequences: 1 for a text, 2 for a pair.
-    """
+    """One row of an `Encoded`, with its padding."""
 
     def __init__(self, ids: Any, row: Row, lead: int, tokens: Callable[[list[int]], list[str]]) -> None:
         self._ids, self._row, self._lead, self._tokens = ids, row, lead, tokens
@@ -238,34 +227,42 @@ class Encoding:
 
     @cached_property
     def ids(self) -> list[int]:
+        """The ids, padding included."""
         return _numbers(self._ids)
 
     @cached_property
     def type_ids(self) -> list[int]:
+        """The number of the text of each token; 0 for padding."""
         return self._padded(self._row.type_ids, 0)
 
     @cached_property
     def attention_mask(self) -> list[int]:
+        """1 for a token and 0 for padding."""
         return self._padded([1] * len(self._row), 0)
 
     @cached_property
     def special_tokens_mask(self) -> list[int]:
+        """1 for special tokens and padding."""
         return self._padded(list(map(int, self._row.special)), 1)
 
     @cached_property
     def offsets(self) -> list[tuple[int, int]]:
+        """``(start, end)`` of each token in its text; ``(0, 0)`` for special tokens and padding."""
         return self._padded(self._row.offsets, (0, 0))
 
     @cached_property
     def word_ids(self) -> list[int | None]:
+        """The number of the word of each token; ``None`` for special tokens and padding."""
         return self._padded(self._row.word_ids, None)
 
     @cached_property
     def sequence_ids(self) -> list[int | None]:
+        """0 or 1 for the text of a token; ``None`` for special tokens and padding."""
         return self._padded(self._row.sequence_ids, None)
 
     @property
     def n_sequences(self) -> int:
+        """1 for a text, 2 for a pair."""
         return 2 if 1 in self._row.sequence_ids else 1
 
     @property

@@ -81,7 +81,7 @@ def pool_packed(
         if name == "pooler":
             parts.append(_from_pooler(pooler_output))
         elif name == "cls":
-            parts.append(values[bounds[:-1] if opens is None else opens])
+            parts.append(values[bounds[:-1].clamp(max=len(values) - 1) if opens is None else opens])
         elif name == "last_token":
             parts.append(values[(bounds[1:] - 1).clamp(min=0)])
         elif name == "max":

@@ -1,8 +1,8 @@
 """Virtual tokens before each text: vectors that learn in the place of word embeddings (prompt tuning).
 
 They have ids beyond every vocabulary, so that rows of tokens grow by them before the graph is called
-(`VirtualTokens`), and everything behind the word table sees ordinary tokens: positions, attention, the first token that a
-head reads. Results of tokens exclude the virtual ones.
+(`VirtualTokens`), and everything behind the word table sees ordinary tokens: positions, attention, the first token
+that a head reads. Results of tokens exclude the virtual ones.
 """
 
 from __future__ import annotations

@@ -235,6 +235,14 @@ def test_targets_are_scored_over_the_whole_vocabulary(make: Maker, padded: Padde
     found = model.fill_mask(text, targets=words)[0]
     assert {f.token: f.score for f in found} == pytest.approx(expected, abs=1e-6)
     assert [f.token for f in found] == sorted(words, key=lambda w: -expected[w])
+    # Every mask of a text has its own scores.
+    two = "the [MASK] [MASK]"
+    masks = [i for i, t in enumerate(model.tokenizer.encode(two)) if t == model.tokenizer.mask_token_id]
+    pairs = padded(model, two)[masks].softmax(-1)
+    for fills, odd in zip(model.fill_mask(two, targets=words), pairs, strict=True):
+        assert {f.token: f.score for f in fills} == pytest.approx(
+            {word: float(odd[model.tokenizer.token_to_id(word)]) for word in words}, abs=1e-6
+        )
     # A word of several pieces is scored with as many masks.
     wide = "the [MASK][MASK] sat"
     ids = model.tokenizer.encode("adax", add_special_tokens=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -547,3 +549,18 @@ def test_a_fault_of_a_stale_graph_is_not_told_and_any_other_is(make: Make, monke
     with torch.no_grad():
         model.graph.get_parameter("head.classifier.bias")[0] += 3
     assert model.predict("a good cat") != first
+
+
+def test_switches_of_cuda_are_read_only_where_a_precision_needs_them() -> None:
+    # torch refuses to read its old switch once a program has set the new one.
+    program = """
+import contextlib, torch
+from flodl_hf.inference.engine import current
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+torch.cuda.device = lambda device: contextlib.nullcontext()
+for precision in (None, "bf16", "fp16"):
+    with current(torch.device("cuda"), precision):
+        print(precision)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["None", "bf16", "fp16"]

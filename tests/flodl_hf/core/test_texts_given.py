@@ -375,6 +375,18 @@ def test_the_same_shape_for_one_question_and_for_many(make: Maker) -> None:
 
 
 @heads
+def test_progress_of_one_text_leaves_later_calls_their_progress(head: str, make: Maker) -> None:
+    from flodl import progress
+
+    model, item = make("bert", head), items(head, TEXTS[:1])[0]
+    if head == "question_answering":
+        model.answer(*item, progress=True)
+    else:
+        ASK[head](model, item, progress=True)
+    assert progress._shown == []
+
+
+@heads
 @pytest.mark.parametrize("given", [list, iter])
 @pytest.mark.parametrize("show", [None, True, False])
 def test_progress_is_shown_where_asked_and_changes_no_answer(

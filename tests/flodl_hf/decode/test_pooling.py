@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -76,6 +76,16 @@ def test_several_poolings_are_joined() -> None:
     assert torch.equal(found, expected)
     packed = pool_packed(hidden[mask], torch.tensor([0, 2, 6]), ["pooler", "cls", "mean"], pooler_output=pooled)
     torch.testing.assert_close(packed, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bounds", [[0, 0, 3, 7], [0, 3, 3, 7], [0, 3, 7, 7]])
+def test_a_row_without_tokens_has_a_finite_vector(mode: Any, bounds: list[int]) -> None:
+    hidden = torch.randn(7, 6)
+    found = pool_packed(hidden, torch.tensor(bounds), mode)
+    filled = [n for n in range(3) if bounds[n] < bounds[n + 1]]
+    torch.testing.assert_close(found[filled], pool_packed(hidden, torch.tensor([0, 3, 7]), mode))
+    assert found.isfinite().all()
 
 
 def test_half_precision_is_pooled_in_float32() -> None:

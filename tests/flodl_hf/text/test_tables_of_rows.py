@@ -97,3 +97,14 @@ def test_windows_by_ids_are_the_windows_by_words(pieces: list[str], between: str
     for place, row in rows_of(slowly).items():
         assert rows_of(quickly)[place]["ids"] == row["ids"]
         assert rows_of(quickly)[place]["first_token"] == row["first_token"]
+
+
+def test_lists_of_an_encoding_belong_to_the_caller() -> None:
+    found = tokenizer_of("bert")(["cats a dog", "b"], padding=True)
+    for method in (found.word_ids, found.sequence_ids, found.tokens):
+        before = list(method(1))
+        method(1).clear()
+        assert method(1) == before
+        assert len(before) == len(found.input_ids[1])
+    assert found.word_ids(0) == [None, 0, 0, 1, 2, None]
+    assert found.sequence_ids(1) == [None, 0, None, None, None, None]
