@@ -180,9 +180,9 @@ def batch_rows(
     elif layout == "padded" and unrecorded is None and _has_widths(options, task):
         cut: Any = {"micro_batch_size": micro_batch_rows(options), "accumulate": options.accumulate}
         collate = replace(collate, widths=choose_widths(laid.lengths, laid.widest, batches, **cut))
-    notes: tuple[str, ...] = ()
+    notes = () if vectors is None else batches.notes()
     if unrecorded and _on_cuda(options):
-        notes = (f"steps are launched one operation at a time, with the same numbers, because {unrecorded}",)
+        notes += (f"steps are launched one operation at a time, with the same numbers, because {unrecorded}",)
     return Batching(batches, collate, layout, unrecorded, notes)
 
 

@@ -84,7 +84,7 @@ def make_masking(tokenizer: Tokenizer, options: Options, **shares: float) -> Mas
         ConfigError: the tokenizer has no mask token.
     """
     if tokenizer.mask_token_id is None:
-        raise ConfigError("finetune: the tokenizer has no mask token, so nothing can be masked", problems=["mask"])
+        raise ConfigError("tokenizer: found no mask token, expected one for masked words", problems=["mask"])
     return Masking(
         tokenizer.mask_token_id, tokenizer.vocab_size, options.mask_probability, options.whole_words, **shares
     )

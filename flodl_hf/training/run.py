@@ -349,13 +349,13 @@ def check_free(target: Path, overwrite: bool) -> None:
             path=str(target),
             problems=[fault],
         )
-    files = [path for path in sorted(target.rglob("*")) if not path.is_dir()] if target.is_dir() else []
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ExportError(
             f"{target} is not empty; expected a new folder. Give another, or overwrite=True to replace "
             "the model there.",
             path=str(target),
         )
+    files = [path for path in sorted(target.rglob("*")) if not path.is_dir()] if target.is_dir() else []
     names = [path.relative_to(target).as_posix() for path in files]
     strange = [name for name in names if not is_model_file(name)]
     if strange:

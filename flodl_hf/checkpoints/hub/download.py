@@ -106,15 +106,15 @@ def resolve(
             needed and absent, or a downloaded file differs from the Hub's announcement.
     """
     text = _text_of(name_or_path)
+    path = expect_place(name_or_path)
+    if path is not None:
+        return _local(path, subfolder, revision)
     if subfolder and not _plain(subfolder, _SUBFOLDER):
         raise HubError(
             f"subfolder {printable(subfolder)}: expected names separated by '/', relative and without '..'; correct it",
             name=text,
             subfolder=subfolder,
         )
-    path = expect_place(name_or_path)
-    if path is not None:
-        return _local(path, subfolder, revision)
     name, wanted = _repository(text, revision)
     from huggingface_hub import constants
 
@@ -176,7 +176,9 @@ def _text_of(name_or_path: Any) -> str:
         HubError: it is neither text nor a path, or has characters that no name has.
     """
     text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
+    if text == "":
+        raise HubError("model: found an empty name; expected a folder, or a repository as 'owner/name'", name="")
+    if not isinstance(text, str) or any(ord(char) < 32 or ord(char) == 127 for char in text):
         raise HubError(
             f"{printable(str(name_or_path))}: no valid name; expected a folder, 'owner/name' or 'owner/name@revision'",
             name=str(name_or_path),
@@ -228,10 +230,10 @@ def _local(path: Path, subfolder: str, revision: str | None) -> Resolved:
             revision=revision,
         )
     folder = path / subfolder if subfolder else path
+    if not os.path.isdir(folder):  # Path.is_dir raises for a name that no folder can have
+        raise HubError(f"{path}: has no folder {subfolder!r}; check subfolder", name=str(path), subfolder=subfolder)
     if not folder.resolve().is_relative_to(path.resolve()):
         raise HubError(f"{path}: the folder {subfolder!r} leads out of it; check subfolder", name=str(path))
-    if not folder.is_dir():
-        raise HubError(f"{path}: has no folder {subfolder!r}; check subfolder", name=str(path), subfolder=subfolder)
     return Resolved(folder)
 
 

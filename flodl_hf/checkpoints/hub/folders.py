@@ -22,7 +22,15 @@ def resolve_folder(
 ) -> tuple[Path, str | None]:
     """Return the local folder behind a name, and the Hub commit it was resolved to.
 
-    A folder that exists is taken as it is, without importing the Hub client.
+    A folder that exists is used without a request, and without an import of the Hub client if there is no subfolder.
+
+    Args:
+        name_or_path: a folder, or a repository of the Hub.
+        hub: keyword arguments of `flodl_hf.checkpoints.hub.download.resolve`: ``subfolder``, ``revision`` and others.
+        files: patterns of the requested files, relative to the subfolder.
+
+    Raises:
+        HubError: as in `flodl_hf.checkpoints.hub.download.resolve`.
     """
     path = _local(name_or_path)
     if path is not None and not hub.get("subfolder"):
@@ -35,8 +43,8 @@ def resolve_folder(
 
 def _local(name_or_path: Any) -> Path | None:
     """Return the folder that a name is the path of; None for all other names."""
-    if not isinstance(name_or_path, (str, os.PathLike)):
-        return None
+    if not isinstance(name_or_path, (str, os.PathLike)) or not os.fspath(name_or_path):
+        return None  # an empty name is not the current directory
     path = Path(os.path.expanduser(os.fspath(name_or_path)))
     return path if os.path.isdir(path) else None  # Path.is_dir raises for a name that no folder can have
 

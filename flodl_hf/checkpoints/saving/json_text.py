@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -46,14 +47,26 @@ def patch_json(source_text: str, changes: Mapping[str, Any], *, remove: Collecti
             ) from error
     if json.dumps(table) == json.dumps(source):
         return source_text
+    json.loads(source_text, parse_float=_finite)
     if list(source) == sorted(source):
         table = dict(sorted(table.items()))
     indent = re.match(r"\s*\{\r?\n([ \t]*)", source_text)
     spaced = re.search(r'":\s', source_text) is not None
     separators = ("," if indent else ", ", ": ") if spaced or not source else (",", ":")
-    text = json.dumps(table, ensure_ascii=source_text.isascii(), indent=indent and indent[1], separators=separators)
+    style: dict[str, Any] = {"indent": indent and indent[1], "separators": separators}
+    text = json.dumps(table, ensure_ascii=source_text.isascii(), **style)
+    if any("\ud800" <= char <= "\udfff" for char in text):  # half of a character, which UTF-8 cannot encode
+        text = json.dumps(table, **style)
     newline = "\r\n" if "\r\n" in source_text else "\n"
     return text.replace("\n", newline) + source_text[len(source_text.rstrip()) :]
+
+
+def _finite(digits: str) -> float:
+    """Refuse a number that would be written as the constant Infinity."""
+    value = float(digits)
+    if math.isinf(value):
+        raise _refused(f"the number {printable(digits)}, which is too large")
+    return value
 
 
 def _refused(found: str) -> ExportError:

@@ -51,7 +51,7 @@ class Step:
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return ``(..., out)`` for ``(..., in)``; for tokens, the vectors of one text, ``(tokens, in)``."""
-        return values
+        raise NotImplementedError
 
     def files(self, part: str) -> dict[str, bytes]:
         """Return the files of the module in this folder."""
@@ -85,6 +85,10 @@ class Dropped(Step):
 
     settings: Mapping[str, Any]
     kind = "Dropout"
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the same vectors."""
+        return values
 
     def files(self, part: str) -> dict[str, bytes]:
         """Return the files of the module in this folder."""

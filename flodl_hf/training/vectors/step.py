@@ -225,6 +225,19 @@ class TextBatches:
             found.append([np.asarray(part) + starts[i] for part in cut if len(part) >= self.least])
         return found
 
+    def notes(self) -> tuple[str, ...]:
+        """Return, as a note, how many rows of the first epoch are skipped because of repeated texts."""
+        skipped = 0
+        for texts, parts in zip(self.texts, self.by_table(0), strict=True):
+            rest = len(texts) % self.batch_size
+            skipped += len(texts) - sum(map(len, parts)) - (rest if rest < self.least else 0)
+        if skipped <= 0:
+            return ()
+        return (
+            f"no_duplicates: {skipped:,} of {sum(map(len, self.texts)):,} rows are skipped in the first epoch, because "
+            f"no {self.least} of them have different texts; no_duplicates=False keeps them",
+        )
+
     def _order(self, epoch: int, table: int) -> NDArray[Any]:
         return Rng(self.seed, "order", epoch, table).permutation(len(self.texts[table]))
 

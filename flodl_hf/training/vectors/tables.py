@@ -128,7 +128,7 @@ def read_table(
         texts.append(tuple(parts[at] for at in kept))
         origin = tuple(origins[at] for at in kept)
         sources.append(shared.setdefault(origin, origin))
-        if not all(isinstance(part, str) for part in texts[-1]):
+        if not texts[-1] or not all(isinstance(part, str) for part in texts[-1]):
             wrong.append(f"row {i}: {[type(part).__name__ for part in parts]}")
     refuse_rows(where, f"columns {columns} have values that are no texts", wrong, "a text in each, or a list of texts")
     width = max(map(len, texts))

@@ -35,6 +35,8 @@ from flodl_hf.checkpoints.weights.restricted_unpickler.program import (
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _LOCAL = struct.Struct("<4s5H3L2H")  # the header of a zip member
+_END_SIZE = 22  # of the end record, without its comment
+_MAX_DIRECTORY = 4 << 20  # bytes: about 50,000 members, while the files of torch have one for each storage
 _ENCRYPTED = 0x1
 _PIECE = 4 << 20
 _THREADS = 4
@@ -102,7 +104,7 @@ class BinShard(Shard):
     def _parse_archive(self, descriptor: int, source: BinaryIO) -> Any:
         try:
             members = _stored_members(source, descriptor)
-        except (BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
+        except (BadZipFile, NotImplementedError, OSError, OverflowError, ValueError, struct.error) as error:
             self._fail(printable(str(error))[1:-1])
         programs = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(programs) != 1:
