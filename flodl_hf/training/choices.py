@@ -63,10 +63,10 @@ def choice_columns(row: Mapping[str, Any], role_columns: Mapping[str, str] | Non
         role_columns: columns by role: prompt, stem, choices (several as ``a+b``), label.
 
     Raises:
-        ConfigError: a role that there is none of.
+        ConfigError: there is no such role, or a role other than choices has several columns.
         DataError: a named column is absent.
     """
-    asked = asked_columns(row, role_columns, ROLES, "columns")
+    asked = asked_columns(row, role_columns, ROLES, "columns", single=("prompt", "stem", "label"))
 
     def first(role: str, known: Sequence[str], taken: Sequence[str | None], *, text: bool) -> str | None:
         if role in asked:

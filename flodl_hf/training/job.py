@@ -39,8 +39,10 @@ from flodl_hf.training.step import Objective
 from flodl_hf.training.task import Known, LengthLimits, Prepared, Task, name_of
 from flodl_hf.training.task_choice import (
     choose_task,
+    doubtful_labels,
     float_classes,
     task_line,
+    unused_texts,
 )
 from flodl_hf.training.vectors.step import VectorObjective
 
@@ -247,6 +249,9 @@ def plan_job(
     if options.metric and evaluation is not None:
         evaluation.check_metric(options.metric)
     notes += float_classes(task, tables.train, before.problem_type)
+    notes += doubtful_labels(task, rows if tables.is_shared else None) if task.headed else []
+    if not options.columns and not tables.parts and task.kind != "spans":
+        notes += unused_texts(task, tables.train)
     if options.max_length and (limits.max_tokens or options.max_length) < options.max_length:
         notes.append(
             f"max_length: found {options.max_length}, and the model takes {limits.max_tokens} tokens; it is reduced to "

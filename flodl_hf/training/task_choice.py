@@ -13,11 +13,12 @@ from typing import Any
 
 from flodl.errors import ConfigError, DataError, nearest, printable
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.readers.columns import Columns, column_names, flag_of, infer_columns
+from flodl_hf.readers.columns import NAMES, Columns, column_names, flag_of, infer_columns
 from flodl_hf.readers.targets import as_numbers, is_missing
 from flodl_hf.training.choices import choice_columns
 from flodl_hf.training.data import Tables
 from flodl_hf.training.options import Options
+from flodl_hf.training.rows import EncodedRows
 from flodl_hf.training.task import Known, Source, Task, name_of
 from flodl_hf.training.vectors.auxiliary import AuxiliaryTask, classifies, needs_layer
 from flodl_hf.training.vectors.tables import are_pairs, read_table, table_columns
@@ -106,6 +107,45 @@ def _is_float(cell: Any) -> bool:
     if isinstance(cell, str):
         return "." in cell and not isinstance(as_numbers([cell])[0], str)
     return isinstance(cell, Real) and not isinstance(cell, Integral)
+
+
+def unused_texts(task: Task, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return, as notes, columns of texts that the task does not use, such as a title."""
+    used: Sequence[str | None] = column_names(rows)  # tasks that read groups of columns use all
+    if isinstance(task, EmbeddingTask):
+        texts, label = table_columns(rows)
+        used = [*texts, label]
+    elif task.headed:
+        used = [getattr(task.columns, role) for role in NAMES]
+    found, seen = [], rows[:LOOKED_AT]
+    for name in column_names(seen):
+        cells = [row[name] for row in seen if not is_missing(row.get(name))]
+        are_texts = bool(cells) and all(isinstance(cell, str) for cell in cells)
+        if name not in used and are_texts and any(isinstance(number, str) for number in as_numbers(cells)):
+            found.append(repr(name))
+    if not found:
+        return []
+    read = ", ".join(repr(name) for name in used if name is not None)
+    return [f"columns of texts that are not used: {', '.join(found)}; used are {read} (columns= selects others)"]
+
+
+def doubtful_labels(task: Task, rows: EncodedRows | None) -> list[str]:
+    """Return, as notes, labels that differ by case or spaces alone, and labels that no training row has.
+
+    Args:
+        task: the task.
+        rows: training rows that evaluation rows were split off; None without a split.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in task.labels or ():
+        groups.setdefault(" ".join(name.lower().split()), []).append(name)
+    alike = [", ".join(printable(name, 40) for name in group) for group in groups.values() if len(group) > 1][:NAMED]
+    counts = task.label_counts(rows) if rows is not None and task.head == "sequence_classification" else None
+    absent = [printable(name, 40) for name, n in zip(task.labels or (), counts or (), strict=False) if not n][:NAMED]
+    return [
+        *([f"labels that differ by case or spaces alone are several labels: {'; '.join(alike)}"] if alike else []),
+        *([f"no training row has the label {', '.join(absent)}, of which nothing is learned"] if absent else []),
+    ]
 
 
 def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:

@@ -174,12 +174,24 @@ def _texts(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[Any], l
 
 
 def asked_columns(
-    row: Mapping[str, Any], role_columns: Mapping[str, str] | None, roles: Sequence[str], where: str = "train"
+    row: Mapping[str, Any],
+    role_columns: Mapping[str, str] | None,
+    roles: Sequence[str],
+    where: str = "train",
+    *,
+    single: Sequence[str] = ("label",),
 ) -> dict[str, list[str]]:
     """Return the columns that the caller named, by role; ``+`` joins several.
 
+    Args:
+        row: the first row.
+        role_columns: columns by role.
+        roles: all roles.
+        where: the table, for messages.
+        single: roles of one column.
+
     Raises:
-        ConfigError: there is no such role.
+        ConfigError: there is no such role, or a single role has several columns.
         DataError: there is no such column.
     """
     given = {role: name for role, name in (role_columns or {}).items() if name}
@@ -187,7 +199,10 @@ def asked_columns(
     if strange:
         near = nearest(strange[0], roles)
         raise ConfigError(f"columns: no role {strange[0]!r}{near}; expected {', '.join(roles)}", problems=strange)
-    asked = {role: given[role].split("+") for role in roles if role in given}
+    asked = {role: [given[role]] if given[role] in row else given[role].split("+") for role in roles if role in given}
+    joined = [f"{role}={given[role]!r}" for role in single if len(asked.get(role, ())) > 1]
+    if joined:
+        raise ConfigError(f"columns: found {', '.join(joined)}; expected one column in each", problems=joined)
     absent = [name for part in asked.values() for name in part if name not in row]
     if absent:
         raise DataError(f"{where}: no column {', '.join(map(repr, absent))}; it has {list(row)}", names=absent)

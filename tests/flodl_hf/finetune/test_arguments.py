@@ -285,6 +285,7 @@ def test_a_run_of_seconds_prints_what_the_command_prints(
     assert {line.partition(":")[0] for line in capfd.readouterr().err.splitlines()} == {"warning"}
 
 
+SAME_TEXT = [{"anchor": f"{TEXTS[0]} {i}", "positive": TEXTS[1 + (i == 3)]} for i in range(4)]
 WARNED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "float ratings": ([{"text": t, "rating": 1.0 + i % 3} for i, t in enumerate(TEXTS[:9])], {}, "rating"),
     "float ratings of a CSV file": (
@@ -295,6 +296,19 @@ WARNED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "ratings as numbers": (
         [{"text": t, "rating": 1.0 + i % 3} for i, t in enumerate(TEXTS[:9])], {"problem_type": "regression"}, "",
     ),
+    "a title": ([{"title": t[::-1], "body": t, "label": i % 2} for i, t in enumerate(TEXTS[:8])], {}, "'title'"),
+    "a title and named columns": (
+        [{"title": t[::-1], "body": t, "label": i % 2} for i, t in enumerate(TEXTS[:8])],
+        {"columns": {"text": "body", "label": "label"}}, "",
+    ),
+    "a title of words": ([{"title": t[::-1], "words": t.split(), "tags": ["O"] * len(t.split())} for t in TEXTS[:8]],
+                         {}, "'title'"),
+    "a title of pairs": ([{"title": "a", **row} for row in PAIRS], {"task": "embedding"}, "'title'"),
+    "labels that differ by case": (
+        [{"text": t, "label": ("good", "Good ")[i % 2]} for i, t in enumerate(TEXTS[:8])], {}, "'Good ', 'good'",
+    ),
+    "the same text": (SAME_TEXT, {"task": "embedding", "batch_size": 4}, "2 of 4 rows"),
+    "the same text, permitted": (SAME_TEXT, {"task": "embedding", "batch_size": 4, "no_duplicates": False}, ""),
     "numbers beside a text": ([{"id": str(i), "text": t, "label": i % 2} for i, t in enumerate(TEXTS[:8])], {}, ""),
     "a length": (labelled(8), {"max_length": 100_000}, "max_length"),
 }  # fmt: skip

@@ -2,9 +2,10 @@
 
 import pytest
 
-from flodl.errors import DataError
+from flodl.errors import ConfigError, DataError
 from flodl_hf.jobs.columns import ColumnArgs, choose_columns
 from flodl_hf.readers.columns import Columns, infer_columns
+from flodl_hf.training.choices import choice_columns
 from flodl_hf.training.vectors.tables import read_table
 
 SENTENCE = {"words": ["a"], "tags": ["O"]}
@@ -61,3 +62,19 @@ def test_columns_can_be_said_and_doubts_are_not_guessed():
             infer_columns(rows, **said)
     with pytest.raises(DataError):
         infer_columns([])
+
+
+def test_several_columns_are_joined_only_for_roles_that_take_them():
+    row = {"a": "x", "b": "y", "first": "p", "second": "q", "label": 0, "c+d": "z"}
+    assert choice_columns(row, {"prompt": "first", "choices": "a+b"}).choices == ("a", "b")
+    assert choice_columns(row, {"prompt": "c+d", "choices": "a+b"}).prompt == "c+d"
+    with pytest.raises(ConfigError) as caught:
+        choice_columns(row, {"prompt": "first+second", "choices": "a+b"})
+    assert caught.value.problems == ["prompt='first+second'"]
+
+
+@pytest.mark.parametrize("texts", [[], None, [None]])
+def test_an_example_of_vectors_has_a_text(texts):
+    rows = [{"texts": ["a", "b"]}, {"texts": texts}]
+    with pytest.raises(DataError):
+        read_table(rows, {"anchor": "texts"})

@@ -72,6 +72,8 @@ def test_a_label_that_was_held_out_whole_is_a_label(name: str, base: Path) -> No
     assert any("rare" in label.lower() for label in job.task.labels)
     assert job.evaluation is not None
     assert job.evaluation(job.model.eval())
+    notes = [note for note in job.notes if "no training row has the label 'rare'" in note]
+    assert len(notes) == (name == "sequence_classification")
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from flodl_hf import finetune, load
 from flodl_hf.checkpoints.hub.download import resolve
 from flodl_hf.errors import HubError
 
@@ -702,6 +703,23 @@ def test_an_address_of_the_hub_says_the_name_to_pass() -> None:
     for address in ("https://huggingface.co/ada/tiny", "http://hf.co/ada/tiny/tree/main/sub"):
         with pytest.raises(HubError, match=r"an address; expected .*; pass 'ada/tiny'"):
             resolve(address)
+
+
+@pytest.mark.parametrize("name", ["modèle", "a+b", ".hidden", "v1.git", "deep/er"])
+@pytest.mark.parametrize("form", ["{}", "{}/", "./{}"])
+def test_local_subfolders_have_any_name(name: str, form: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir(parents=True)
+    found = resolve(tmp_path, subfolder=form.format(name)).folder
+    assert found.samefile(tmp_path / name)
+
+
+@pytest.mark.parametrize("call", [load, lambda name: finetune(name, train=[{"text": "a", "label": n} for n in (0, 1)])])
+def test_an_empty_name_is_not_the_current_folder(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HubError) as caught:
+        call("")
+    assert caught.value.name == ""
 
 
 @pytest.mark.parametrize("subfolder", ["..", "a/../b", "/etc", "a//b", "a\\b", "a\0", ".git", "a/"])

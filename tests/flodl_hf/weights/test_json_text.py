@@ -151,3 +151,12 @@ def test_values_that_json_lacks_are_refused(value: object) -> None:
     with pytest.raises(ExportError) as caught:
         patch_json('{"a": 1}', {"a": value})
     assert caught.value.key == "a"
+
+
+def test_numbers_and_characters_that_cannot_be_written_are_refused_or_escaped() -> None:
+    with pytest.raises(ExportError):
+        patch_json('{"a": 1, "b": [1e400]}', {"a": 2})
+    assert patch_json('{"a": 1, "b": [1e400]}', {"a": 1}) == '{"a": 1, "b": [1e400]}'
+    half = '{"a": 1, "b": "\\ud800", "c": "é"}'
+    patched = patch_json(half, {"a": 2})
+    assert json.loads(patched.encode()) == {"a": 2, "b": "\ud800", "c": "é"}

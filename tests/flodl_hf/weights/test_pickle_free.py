@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +379,43 @@ BAD_ARCHIVES: dict[str, dict[str, Any]] = {
 def test_odd_archives_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError):
         read_bin(rezipped(tmp_path, **change))
+
+
+def _directory_entry_beyond_any_file(data: bytes) -> bytes:
+    """Place the last member at an offset of 64 bits that no file has."""
+    at, end = data.rfind(b"PK\x01\x02"), data.rfind(b"PK\x05\x06")
+    length = int.from_bytes(data[at + 28 : at + 30], "little")
+    entry = bytearray(data[at : at + 46 + length])
+    entry[30:32], entry[42:46] = (12).to_bytes(2, "little"), b"\xff" * 4
+    entry += b"\x01\0\x08\0" + b"\xff" * 8
+    record = bytearray(data[end:])
+    record[12:16] = (int.from_bytes(record[12:16], "little") + 12).to_bytes(4, "little")
+    return data[:at] + bytes(entry) + bytes(record)
+
+
+BAD_BYTES: dict[str, Callable[[bytes], bytes]] = {
+    "bytes after it": lambda data: data + b"x",
+    "a comment": lambda data: data[:-2] + b"\1\0x",
+    "an archive before it": lambda data: data + data,
+    "an offset of 64 bits": _directory_entry_beyond_any_file,
+    "no end": lambda data: data[:-22],
+}
+
+
+@pytest.mark.parametrize("change", BAD_BYTES.values(), ids=list(BAD_BYTES))
+def test_bytes_around_an_archive_and_impossible_offsets_are_refused(
+    tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    file = rezipped(tmp_path)
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(CheckpointError):
+        read_bin(file)
+
+
+def test_a_directory_of_very_many_members_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_bin(rezipped(tmp_path, add={f"data/x{i}": b"" for i in range(80_000)}))
+    assert caught.value.problems == ["it is too long"]
 
 
 def test_a_rewritten_good_archive_is_read(tmp_path: Path) -> None:

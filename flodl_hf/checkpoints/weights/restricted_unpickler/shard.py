@@ -36,6 +36,7 @@ _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _LOCAL = struct.Struct("<4s5H3L2H")  # the header of a zip member
 _END_SIZE = 22  # of the end record, without its comment
+_MAX_PROGRAM = 64 << 20  # bytes
 _MAX_DIRECTORY = 4 << 20  # bytes: about 50,000 members, while the files of torch have one for each storage
 _ENCRYPTED = 0x1
 _PIECE = 4 << 20
@@ -101,7 +102,7 @@ class BinShard(Shard):
         }
         return [ready[records[name]] for name in names]
 
-    def _parse_archive(self, descriptor: int, source: BinaryIO) -> Any:
+    def _parse_archive(self, descriptor: int, source: _Source) -> Any:
         try:
             members = _stored_members(source, descriptor)
         except (BadZipFile, NotImplementedError, OSError, OverflowError, ValueError, struct.error) as error:
@@ -194,12 +195,12 @@ class BinShard(Shard):
 class _Source(io.BufferedReader):
     """A file that is read in order; raises a ValueError at its end, and if a program or directory is too long."""
 
-    _left = 64 << 20
+    left = _MAX_PROGRAM
 
     def read(self, count: int | None = -1) -> bytes:
         """Return the next ``count`` bytes; all others for a negative number."""
-        self._left -= max(count or 0, 0)
-        if self._left < 0:
+        self.left -= max(count or 0, 0)
+        if self.left < 0:
             raise ValueError("it is too long")
         data = super().read(count)
         if len(data) < (count or 0):
@@ -219,7 +220,7 @@ class Member(NamedTuple):
     checksum: int
 
 
-def _stored_members(source: BinaryIO, descriptor: int) -> dict[str, Member]:
+def _stored_members(source: _Source, descriptor: int) -> dict[str, Member]:
     """Return the members of an archive, keyed by name.
 
     Raises:
@@ -227,6 +228,11 @@ def _stored_members(source: BinaryIO, descriptor: int) -> dict[str, Member]:
             the file.
     """
     members: dict[str, Member] = {}
+    size = os.fstat(descriptor).st_size
+    end_record = read_at(descriptor, _END_SIZE, size - _END_SIZE) if size > _END_SIZE else b""
+    if end_record[:4] != b"PK\x05\x06" or end_record[-2:] != bytes(2):
+        raise ValueError("its end is missing, or other bytes follow it")
+    source.left = _MAX_DIRECTORY
     with ZipFile(source) as archive:
         for info in archive.infolist():
             name = info.orig_filename
@@ -240,6 +246,8 @@ def _stored_members(source: BinaryIO, descriptor: int) -> dict[str, Member]:
                 raise ValueError("a member and its directory entry disagree")
             start = info.header_offset + _LOCAL.size + fields[9] + fields[10]
             members[name] = Member(start, info.file_size, info.CRC)
+        if min((info.header_offset for info in archive.infolist()), default=0):
+            raise ValueError("other bytes precede it")
         end = 0
         for name, (start, length, _) in sorted(members.items(), key=lambda item: item[1]):
             if length and start < end:
@@ -247,6 +255,7 @@ def _stored_members(source: BinaryIO, descriptor: int) -> dict[str, Member]:
             if start + length > archive.start_dir:
                 raise ValueError(f"member {printable(name)} reaches beyond the file")
             end = max(end, start + length)
+    source.left = _MAX_PROGRAM
     return members
 
 
