@@ -44,7 +44,8 @@ class StrictCommand(TyperCommand):
         options: list[Any] = self.params
         for option in options:
             option.hidden = (option.hidden or option.name in self.rare) and "--help-all" not in args
-        if "--force" in args and any("--overwrite" in option.opts for option in options):
+        words = args[: args.index("--")] if "--" in args else args
+        if "--force" in words and self.name in ("convert", "demo", "export", "merge"):
             raise typer.BadParameter("--force: this option was removed; use --overwrite", ctx=ctx)
         args = ["--help"] if "--help-all" in args else args
         for option in options:

@@ -91,6 +91,7 @@ MODULES = (
 """Public modules: names in their ``__all__`` are documented. The first module that has an object documents it."""
 _OF_LIBRARIES = ("flodl_hf.sentence_transformers", "flodl_hf.transformers", "flodl_hf.integrations.")
 # These modules import libraries that need not be installed: their entries are read from the source.
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +168,7 @@ def parsed(module: str, name: str) -> Parsed:
     for node in ast.walk(_tree(module)):
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
             return parsed(node.module or "", name)
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+        if isinstance(node, (ast.ClassDef, *_FUNCTIONS)) and node.name == name:
             return _parsed(node)
     raise LookupError(f"{module}: found no class or function {name}")
 
@@ -177,13 +178,13 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(Path(str(spec and spec.origin)).read_text("utf-8"))
 
 
-def _parsed(node: ast.ClassDef | ast.FunctionDef) -> Parsed:
-    functions = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+def _parsed(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Parsed:
+    functions = {part.name: part for part in node.body if isinstance(part, _FUNCTIONS)}
     made = functions.get("__init__") if isinstance(node, ast.ClassDef) else node
     signature = (
         "(**options)" if made is None else f"({ast.unparse(made.args).removeprefix('self, ').removeprefix('self')})"
     )
-    if isinstance(node, ast.FunctionDef) and node.returns is not None:
+    if isinstance(node, _FUNCTIONS) and node.returns is not None:
         signature += f" -> {ast.unparse(node.returns)}"
     kind, inner = ("class", functions) if isinstance(node, ast.ClassDef) else ("function", {})
     members = tuple(_parsed(part) for part in inner.values() if not part.name.startswith("_"))

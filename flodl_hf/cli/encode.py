@@ -7,7 +7,7 @@ from typing import Any
 
 from flodl_hf.cli import options as shared
 from flodl_hf.cli.choices import ON_ERROR, STORES
-from flodl_hf.cli.options import FILE, REQUIRED, chosen, option, with_parameters
+from flodl_hf.cli.options import FILE, REQUIRED, chosen, option, replace_aliases, with_parameters
 from flodl_hf.cli.shared import reporting
 
 _KEEP = "Columns to keep next to the vector: all, none, or a,b; by default all."
@@ -56,7 +56,7 @@ def command(model: str, source: str, out: Path, device: str, json_output: bool, 
 
     check_target(out, SUFFIXES)
     expect_tokenizer(model, "encode")
-    said = chosen(given, OPTIONS)
+    said = replace_aliases(chosen(given, OPTIONS))
     one = "devices" not in said
     with prefetching(model, {"device": device if one else None, "weights": given["weights"]}):
         if one:

@@ -10,6 +10,7 @@ import typer
 
 from flodl_hf.cli.choices import FORMATS, LONG_TEXTS, ON_ERROR, PRECISIONS, WEIGHTS, Head
 from flodl_hf.cli.shared import HelpAll, Json, Local, Model, Revision
+from flodl_hf.errors import PredictError
 
 Parameter = inspect.Parameter
 REQUIRED = Parameter.empty
@@ -58,6 +59,21 @@ def chosen(given: dict[str, Any], rows: Iterable[Parameter]) -> dict[str, Any]:
     return {row.name: given[row.name] for row in rows if given[row.name] != row.default}
 
 
+def replace_aliases(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with ``--windows`` and ``--strict`` replaced by ``--long-texts``.
+
+    Raises:
+        PredictError: more than one of the three is given.
+    """
+    given = [name for name in ("long_texts", *_ALIASES) if name in options]
+    if len(given) > 1:
+        both = [f"--{name.replace('_', '-')}" for name in given]
+        raise PredictError(f"found {' and '.join(both)}, expected one of them. Pass only --long-texts.", problems=both)
+    return {"long_texts" if name in _ALIASES else name: _ALIASES.get(name, value) for name, value in options.items()}
+
+
+_ALIASES = {"windows": "windows", "strict": "error"}
+"""Options with the value of ``--long-texts`` that each of them sets."""
 FILE, RUN = "A file of texts", "How it runs"
 MODEL, HEAD, HELP_ALL = alias("model", Model, REQUIRED), alias("head", Head, "auto"), alias("help_all", HelpAll, False)
 REVISION, LOCAL = alias("revision", Revision), alias("local_files_only", Local, False)

@@ -23,7 +23,7 @@ from flodl_hf.cli import STARTED
 from flodl_hf.cli import options as shared
 from flodl_hf.cli.choices import AGGREGATIONS
 from flodl_hf.cli.command import StrictCommand
-from flodl_hf.cli.options import FILE, RUN, alias, chosen, option, with_parameters
+from flodl_hf.cli.options import FILE, RUN, alias, chosen, option, replace_aliases, with_parameters
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import (
     as_json,
@@ -127,6 +127,7 @@ def command(
     order (--query). A file may have any number of rows; the same command resumes an interrupted run.
     """
     options, files, loading = (chosen(given, rows) for rows in (OPTIONS, FILES, LOADING))
+    options = replace_aliases(options)
     if "threshold" in options:
         options["threshold"] = _threshold(options["threshold"])
     if page is not None and (source is not None or out is not None):

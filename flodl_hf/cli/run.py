@@ -17,6 +17,7 @@ from flodl_hf.cli.schema import key_of, parameters_of, recipe_keys
 from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
 
 FILE = "flodl-hf.yaml"
+WORDS = {str: "text", list: "a list", dict: "a map"}
 KINDS: dict[str, type] = {"run": str, "command": str, "arguments": list, "options": dict, "help": str}
 """Keys of an entry with the types of their values."""
 # Everything after the name belongs to the named command.
@@ -159,10 +160,7 @@ def _check(file: Path, name: str, entry: Any) -> None:
         if key not in KINDS:
             raise ConfigError(f"{where}.{key}: unknown key{nearest(str(key), KINDS)}", problems=[key])
         if not isinstance(value, KINDS[key]):
-            raise ConfigError(
-                f"{where}.{key}: found {value!r}, expected a {KINDS[key].__name__.replace('dict', 'map')}",
-                problems=[key],
-            )
+            raise ConfigError(f"{where}.{key}: found {value!r}, expected {WORDS[KINDS[key]]}", problems=[key])
     # A command that runs this file again would never end; groups have no options.
     known = [command for command in NAMES if command not in ("run", "config", "runs")]
     if "command" in entry and entry["command"] not in known:

@@ -128,7 +128,11 @@ def tell(text: str, **style: Any) -> None:
 
 
 def say_timing(phases: Mapping[str, float]) -> None:
-    """Print the seconds of phases now, and those of the exit at the end of the process."""
+    """Print the seconds of phases now, and those of the exit at the end of the process; on the first rank only."""
+    from flodl.distributed.group import is_first_rank
+
+    if not is_first_rank():
+        return
     say("seconds: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()), always=True)
     ended = time.perf_counter()
     atexit.register(lambda: say(f"exit: {time.perf_counter() - ended:.1f} seconds", always=True))

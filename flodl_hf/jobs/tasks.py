@@ -111,7 +111,8 @@ def with_old_names(model: Any, task: str, options: Mapping[str, Any]) -> dict[st
         PredictError: the model's method does not support the value.
     """
     method = method_of(model, task, stored=options.get("store") is not None)
-    return replace_long_texts("predict_file", options, inspect.signature(method).parameters)
+    caller = "predict_file" if options.get("store") is None else "encode_file"
+    return replace_long_texts(caller, options, inspect.signature(method).parameters)
 
 
 def method_of(model: Any, task: str, *, stored: bool) -> Any:

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -270,12 +271,16 @@ def _status_routes(state: AppState) -> list[Route]:
     return [Route(path.replace("{name}", "{name:path}"), page, methods=["GET"]) for path, _, page in listed]
 
 
+@cache
+def _template() -> str:
+    return (files("flodl_hf.serving") / "page.html").read_text("utf-8")
+
+
 def _page(models: Mapping[str, dict[str, Any]]) -> bytes:
     """Return the HTML page to try each model."""
-    template = (files("flodl_hf.serving") / "page.html").read_text("utf-8")
     known = {name: {part: info[part] for part in ("head", "tasks", "mask")} for name, info in models.items()}
     # A model name must not end the script element, so "<" is escaped.
-    return template.replace("@MODELS@", json.dumps(known).replace("<", "\\u003c")).encode()
+    return _template().replace("@MODELS@", json.dumps(known).replace("<", "\\u003c")).encode()
 
 
 def _models(state: AppState) -> dict[str, Any]:

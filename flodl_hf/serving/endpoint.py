@@ -114,8 +114,15 @@ async def send_error(scope: Scope, send: Send, fault: RefusedError, style: Style
 
 
 def encoded(headers: Mapping[str, str]) -> bytes:
-    """Return valid headers as they are sent."""
-    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("latin-1")
+    """Return headers as they are sent; characters outside Latin-1 are replaced.
+
+    Raises:
+        ValueError: a header contains a line break, which would end it.
+    """
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    if wrong := [line for line in lines if "\r" in line or "\n" in line]:
+        raise ValueError(f"response headers: found a line break in {wrong[0][:80]!r}, expected one line")
+    return "".join([f"{line}\r\n" for line in lines]).encode("latin-1", "replace")
 
 
 class Endpoint:

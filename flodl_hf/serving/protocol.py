@@ -42,6 +42,7 @@ def limited_protocol(kind: type[Any], settings: Settings, closed: Callable[[], N
             self._late: asyncio.TimerHandle | None = None
             self._unread: asyncio.TimerHandle | None = None
             self._head_size = self._chunk = 0
+            self._complete = -1  # headers of the last complete head; -1 while a head is unfinished
             super().connection_made(transport)
             self._expect()
 
@@ -55,33 +56,39 @@ def limited_protocol(kind: type[Any], settings: Settings, closed: Callable[[], N
         def data_received(self, data: bytes) -> None:
             before, self._chunk = self.cycle, len(data)
             super().data_received(data)
+            if len(self.headers or ()) != self._complete and self._exceeded():  # an unfinished head, or trailers
+                if not self.transport.is_closing():
+                    self.send_400_response("Invalid HTTP request received.")
+                return
             if self.cycle is not before or (self.cycle is not None and not self.cycle.response_complete):
                 # The head is complete; the endpoint limits the time of the body.
                 self._head_received()
                 return
             self._head_size += len(data)
-            if len(self.headers or ()) > MAX_HEADERS:
-                self.send_400_response("Invalid HTTP request received.")
-            elif self._head_size > MAX_HEAD:
+            if self._head_size > MAX_HEAD:
                 self.transport.abort()
             else:
                 self._expect()
 
         def on_message_begin(self) -> None:
             self._head_size = 0
+            self._complete = -1
             if len(self.pipeline) >= MAX_WAITING:
                 raise ValueError("too many requests")  # answered with 400, and the connection is closed
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:
-            headers = self.headers
-            large = self._head_size + self._chunk > MAX_HEAD and sum(len(n) + len(v) for n, v in headers) > MAX_HEAD
-            if large or len(headers) > MAX_HEADERS:
+            count = len(self.headers)
+            if count > MAX_HEADERS or (self._head_size + self._chunk > MAX_HEAD and self._exceeded()):
                 raise ValueError("too many headers")  # the parser fails, which is answered with 400
-            before = self.cycle
+            self._complete, before = count, self.cycle
             super().on_headers_complete()
             if self.cycle is not before:
                 self.scope[CYCLE] = self.cycle
+
+        def _exceeded(self) -> bool:
+            headers = self.headers or ()
+            return len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEAD
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -120,7 +127,9 @@ def write_response(scope: dict[str, Any], status: int, head: bytes, body: bytes 
         body: the whole body.
     """
     cycle = scope.get(CYCLE)
-    if cycle is None or not cycle.keep_alive or cycle.disconnected or cycle.flow.write_paused:
+    if cycle is None or cycle.response_started or cycle.disconnected:
+        return False
+    if not cycle.keep_alive or cycle.flow.write_paused:
         return False
     defaults = b"".join([b"%b: %b\r\n" % header for header in cycle.default_headers])
     head = b"%b%b%b\r\n" % (_line(status), defaults, head)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flodl_hf import families as families_known
-from flodl_hf.cli.docs import MODULES, Parsed, exported, options_of, public_names
+from flodl_hf.cli.docs import MODULES, Parsed, exported, options_of, parsed, public_names
 from flodl_hf.families import FAMILIES
 from flodl_hf.families.schema.tasks import HEADS
 
@@ -149,3 +149,11 @@ def test_a_name_is_described_in_the_terminal() -> None:
     assert "flodl_hf.finetune" in {one["name"] for one in json.loads(run("--list", "--json"))}
     wrong = CliRunner().invoke(app, ["docs", "fintune"])
     assert (wrong.exit_code, "'finetune'" in wrong.stderr) == (1, True)
+
+
+def test_asynchronous_functions_and_methods_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "class Client:\n    async def run(self, a: int) -> str: ...\n\nasync def start(b): ...\n"
+    (tmp_path / "asynchronous.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [one.signature for one in parsed("asynchronous", "Client").members] == ["(a: int) -> str"]
+    assert parsed("asynchronous", "start").signature == "(b)"

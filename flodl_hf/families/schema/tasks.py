@@ -59,7 +59,7 @@ class Task:
     methods: tuple[str, ...] = ()
     answers: str = "classes"
     columns: tuple[str, ...] = ("text_column",)
-    options: tuple[str, ...] = ("top_k", "strict", "threshold")
+    options: tuple[str, ...] = ("top_k", "threshold")
     routes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ TASKS: tuple[Task, ...] = (
     Task(
         name="base", head="base", training="embedding", model_class="base:BaseModel", hf_suffix="Model", short="base",
         aliases=("encoder",), pipeline="feature-extraction", hub_tag="feature-extraction", peft="FEATURE_EXTRACTION",
-        methods=_VECTOR_METHODS, answers="vectors", options=("strict", "windows"),
+        methods=_VECTOR_METHODS, answers="vectors", options=(),
         routes=("embed", "embed_all", "embed_sparse", "late_interaction", "similarity", "score"),
     ),
     Task(
@@ -106,7 +106,7 @@ TASKS: tuple[Task, ...] = (
         name="token_classification", head="token_classification", trained_by="tokens:TokenTask",
         model_class="token_classification:TokenClassifier", hf_suffix="ForTokenClassification", short="tokcls",
         aliases=("ner", "entities"), pipeline="token-classification", hub_tag="token-classification", peft="TOKEN_CLS",
-        methods=("predict",), answers="entities", options=("strict", "aggregation"), routes=("entities",),
+        methods=("predict",), answers="entities", options=("aggregation",), routes=("entities",),
     ),
     Task(
         name="question_answering", head="question_answering", trained_by="answers:AnswerTask",
@@ -114,7 +114,7 @@ TASKS: tuple[Task, ...] = (
         pipeline="question-answering", hub_tag="question-answering", peft="QUESTION_ANS",
         methods=("answer_batch", "answer"), answers="answers",
         columns=("text_column", "context_column", "question", "question_column"),
-        options=("top_k", "strict", "no_answer", "question"), routes=("answer",),
+        options=("top_k", "no_answer", "question"), routes=("answer",),
     ),
     Task(
         name="masked_lm", head="masked_lm", trained_by="masked:MaskedTask", model_class="masked_lm:MaskedLM",

@@ -316,7 +316,18 @@ def _labelled(target: Target, found: Any) -> np.ndarray:
 
 def _ordered(found: Any, name: str) -> list[Any]:
     """Return an entry of each result in the order of the texts; each result contains the index of its text."""
-    return [one[name] for one in sorted(found, key=lambda one: one["index"])]
+    entries = {one["index"]: one[name] for one in found}
+    if sorted(entries) != list(range(len(found))):
+        raise ValueError("indices are not 0, 1, 2 ...")
+    return [entries[index] for index in range(len(found))]
+
+
+def _ranked(found: Any, name: str) -> list[list[float]]:
+    """Return the score of each result in the order of the texts."""
+    scores = [[float(score)] for score in _ordered(found, name)]
+    if np.isnan(scores).any():
+        raise ValueError("a score is NaN")
+    return scores
 
 
 def _pooled(target: Target, found: Any) -> Any:
@@ -342,7 +353,7 @@ _CALLS: dict[tuple[str, str], tuple[str, Callable[[list[str]], dict[str, Any]], 
     ("tei", "labels"): ("/predict", lambda texts: {"inputs": [[text] for text in texts]}, _labelled),
     ("tei", "ranking"): (
         "/rerank", lambda texts: {"query": QUERY, "texts": texts},
-        lambda _, found: [[score] for score in _ordered(found, "score")],
+        lambda _, found: _ranked(found, "score"),
     ),
     ("openai", "vectors"): (
         "/v1/embeddings", lambda texts: {"input": texts, "encoding_format": "float"},
@@ -353,7 +364,7 @@ _CALLS: dict[tuple[str, str], tuple[str, Callable[[list[str]], dict[str, Any]], 
     ),
     ("openai", "ranking"): (
         "/v1/rerank", lambda texts: {"query": QUERY, "documents": texts},
-        lambda _, found: [[score] for score in _ordered(found["results"], "relevance_score")],
+        lambda _, found: _ranked(found["results"], "relevance_score"),
     ),
     ("hf", "vectors"): ("", lambda texts: {"inputs": texts}, _pooled),
     ("hf", "labels"): ("", lambda texts: {"inputs": texts, "parameters": {"top_k": 1000}}, _labelled),

@@ -42,3 +42,10 @@ def test_the_former_option_names_its_replacement(words: list[str]) -> None:
     done = typer_testing.CliRunner().invoke(app, [*words, "--force"])
     assert done.exit_code == 2
     assert "--overwrite" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["finetune", "m", "--force"], ["demo", "--", "--force"]])
+def test_other_words_have_no_former_option(words: list[str]) -> None:
+    done = typer_testing.CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "--overwrite" not in done.stderr

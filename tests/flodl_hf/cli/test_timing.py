@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flodl_hf.cli.shared import say_timing
 from flodl_hf.training import demo
 
 ROWS = "text\tlabel\n" + "".join(f"the food was {word}\t{label}\n" for word, label in (("good", 1), ("bad", 0)) * 8)
@@ -39,3 +40,12 @@ def test_every_phase_has_its_seconds(name: str, tmp_path: Path) -> None:
     assert sorted(found) == sorted(PHASES[COMMANDS[name][0]])
     assert float(found["import"]) > 0
     assert re.fullmatch(r"exit: [0-9.]+ seconds", done.stderr.splitlines()[-1])
+
+
+def test_other_ranks_print_no_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("atexit.register", lambda call: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        say_timing({"import": 1.0})
+        assert ("seconds: " in capsys.readouterr().err) == (rank == "0")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flodl_hf.errors import PredictError, TokenizerError
-from flodl_hf.jobs import predict_file
+from flodl_hf.jobs import encode_file, predict_file
 
 Maker = Callable[..., Any]
 LONG = "ada lives in paris and the cat sat on a mat " * 12
@@ -98,6 +98,14 @@ def test_files_accept_both_forms_as_one_job(make: Maker, tmp_path: Path) -> None
         predict_file(model, source, tmp_path / "none.jsonl", long_texts="error", strict=True)
 
 
+def test_the_error_contains_the_name_of_the_call(make: Maker, tmp_path: Path) -> None:
+    (source := tmp_path / "texts.txt").write_text(LONG)
+    for call, head in ((predict_file, "masked_lm"), (encode_file, "base")):
+        with pytest.raises(PredictError) as refused:
+            call(make("bert", head), source, tmp_path / "out.parquet", long_texts="none")
+        assert str(refused.value).startswith(f"{call.__name__}: ")
+
+
 def test_vectors_of_tokens_are_of_a_truncated_text(make: Maker) -> None:
     with pytest.raises(PredictError):
         make("bert", "base").encode([LONG], output_value="token_embeddings", long_texts="error")
@@ -121,6 +129,8 @@ def test_the_command_line_has_one_option(saved: Callable[..., Path], tmp_path: P
     assert refused == predict("--strict")
     assert json.loads(refused[1])["error"] == "TextTooLongError"
     assert json.loads(predict("--long-texts", "error", "--strict")[1])["error"] == "PredictError"
+    assert predict("--windows")[1] == windows
+    assert json.loads(predict("--long-texts", "truncate", "--windows")[1])["error"] == "PredictError"
     vectors = partial(run, "predict", encoder, LONG, "--json")
     assert (
         vectors("--long-texts", "windows") == vectors("--windows") != vectors("--long-texts", "truncate") == vectors()
@@ -129,6 +139,10 @@ def test_the_command_line_has_one_option(saved: Callable[..., Path], tmp_path: P
     source.write_text(LONG)
     for name, option in {"new": ["--long-texts", "windows"], "old": ["--windows"], "usual": []}.items():
         assert run("encode", encoder, "--in", source, "--out", tmp_path / f"{name}.npy", *option)[0] == 0
+    answers = [tmp_path / f"{name}.jsonl" for name in ("new", "old")]
+    for out, option in zip(answers, (["--long-texts", "windows"], ["--windows"]), strict=True):
+        assert run("predict", model, "--in", source, "--out", out, *option)[0] == 0
+    assert answers[0].read_text() == answers[1].read_text()
     new, old, usual_vectors = (np.load(tmp_path / f"{name}.npy") for name in ("new", "old", "usual"))
     assert np.array_equal(new, old)
     assert not np.array_equal(new, usual_vectors)

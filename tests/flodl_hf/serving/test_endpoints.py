@@ -22,6 +22,7 @@ from flodl_hf.cli.app import app
 from flodl_hf.errors import PredictError
 from flodl_hf.parity import onnx_session
 from flodl_hf.parity.endpoint_checks import Report, TargetError, verify_endpoint
+from flodl_hf.parity.endpoint_checks.targets import HttpTarget
 
 PROMPT = "query: "
 pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
@@ -321,6 +322,27 @@ def test_other_interfaces(sources: dict[str, Path], fake: tuple[str, Fake]) -> N
         verify_endpoint("http://127.0.0.1:9", str(sources["vectors"]))
     with pytest.raises(TargetError, match="no such folder"):
         verify_endpoint("nowhere", str(sources["vectors"]))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"index": 1, "score": 0.9}, {"index": 2, "score": 0.1}],
+        [{"index": 0, "score": 0.9}, {"index": 0, "score": 0.1}],
+        [{"index": 0, "score": None}, {"index": 1, "score": 0.1}],
+        [{"index": 0, "score": float("nan")}, {"index": 1, "score": 0.1}],
+    ],
+    ids=["from 1", "duplicate", "null", "nan"],
+)
+def test_ranks_have_each_index_once_and_numbers(rows: Any, fake: tuple[str, Fake]) -> None:
+    url, held = fake
+    target = HttpTarget(SimpleNamespace(task="ranking"), url, style="tei")  # type: ignore[arg-type]
+    held.paths = {"/rerank": rows}
+    with pytest.raises(TargetError) as fault:
+        target.answers(["a", "b"])
+    assert fault.value.details["status"] == 200
+    held.paths = {"/rerank": [{"index": 1, "score": 0.1}, {"index": 0, "score": 0.9}]}
+    assert target.answers(["a", "b"]).tolist() == [[0.9], [0.1]]
 
 
 @pytest.mark.parametrize("name", ["embed", "m3", "classes", "ranker"])

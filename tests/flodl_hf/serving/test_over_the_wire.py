@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -118,6 +119,23 @@ def test_a_body_that_is_too_large_is_refused_however_it_comes(wire: socket.socke
 def test_ten_thousand_headers_are_refused(wire: socket.socket) -> None:
     wire.sendall(post("/models/embed/-/embed", b"{}", *[f"x-{i}: {i}" for i in range(10_000)]))
     assert status(until_closed(wire)) in (400, 431)
+
+
+MANY = b"x: 1\r\n" * 200_000
+
+
+def test_very_many_trailers_are_refused(wire: socket.socket) -> None:
+    head = post("/models/embed/-/embed", b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+    with contextlib.suppress(OSError):
+        wire.sendall(head + b'f\r\n{"inputs": "a"}\r\n0\r\n' + MANY + b"\r\n")
+    assert status(until_closed(wire)) == 400
+
+
+def test_very_many_headers_of_a_pipelined_request_are_refused(wire: socket.socket) -> None:
+    slow = json.dumps({"inputs": ["the cat sat on the mat"] * 2000}).encode()
+    with contextlib.suppress(OSError):
+        wire.sendall(post("/models/embed/-/embed_all", slow) + b"GET /live HTTP/1.1\r\n" + MANY)
+    assert status(until_closed(wire)) == 400
 
 
 def test_a_head_without_end_is_cut_off(wire: socket.socket) -> None:

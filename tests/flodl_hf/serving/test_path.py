@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flodl_hf.serving.endpoint import send_response
+from flodl_hf.serving.endpoint import encoded, send_error, send_response
+from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.log import Lines, Log, log_event
 from flodl_hf.serving.response_encoding import CHUNK_NUMBERS, SEND_CHUNK_BYTES, encode_response
 from flodl_hf.serving.routes.route import Response
@@ -200,12 +201,53 @@ PLAIN = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 def test_an_answer_is_what_uvicorn_sends_in_one_packet_where_it_can_be(
     asked: bytes, status: int, bodies: list[bytes], writes: int
 ) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send_response(scope, send, status, "text/plain", [*bodies], b"x-said: a, b: c\r\n")
+
+    assert_like_uvicorn(app, asked, writes)
+
+
+async def error_that_closes(scope: Any, receive: Any, send: Any) -> None:
+    await send_error(scope, send, RefusedError("no", "key"), "tei", close=True)
+
+
+async def injected_header(scope: Any, receive: Any, send: Any) -> None:
+    await send_response(scope, send, 200, "text/plain", [b"answer"], encoded({"x-said": "a\r\nset-cookie: b"}))
+
+
+async def error_after_a_part(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"12")]})
+    await send({"type": "http.response.body", "body": b"answer", "more_body": True})
+    await send_error(scope, send, RefusedError("no", "key"), "tei")
+
+
+@pytest.mark.parametrize(
+    ("app", "writes", "expected"),
+    [
+        (error_that_closes, 2, b"connection: close\r\n"),
+        (injected_header, 2, b"HTTP/1.1 500"),
+        (error_after_a_part, 2, b"answer"),
+    ],
+)
+def test_other_answers_are_left_to_uvicorn(app: Any, writes: int, expected: bytes) -> None:
+    found, closed = assert_like_uvicorn(app, PLAIN, writes)
+    assert closed
+    assert expected in found
+    assert b"set-cookie" not in found
+
+
+def test_headers_are_lines_of_latin_1() -> None:
+    assert encoded({"a": "é", "b": "€"}) == b"a: \xe9\r\nb: ?\r\n"
+    for text in ("a\r\nset-cookie: b", "a\nb", "a\rb"):
+        with pytest.raises(ValueError, match="line break"):
+            encoded({"x-said": text})
+
+
+def assert_like_uvicorn(app: Any, asked: bytes, writes: int) -> tuple[bytes, bool]:
+    """Assert that the limited protocol sends what uvicorn sends, in a number of packets; return it."""
     uvicorn = pytest.importorskip("uvicorn")
     protocol = pytest.importorskip("flodl_hf.serving.protocol")
     plain = pytest.importorskip("uvicorn.protocols.http.httptools_impl").HttpToolsProtocol
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send_response(scope, send, status, "text/plain", [*bodies], b"x-said: a, b: c\r\n")
 
     async def seen(kind: Any) -> tuple[bytes, int, bool]:
         config = uvicorn.Config(app, http=kind, log_config=None, lifespan="off")
@@ -224,6 +266,7 @@ def test_an_answer_is_what_uvicorn_sends_in_one_packet_where_it_can_be(
     expected, _, closes = asyncio.run(seen(plain))
     found, count, closed = asyncio.run(seen(protocol.limited_protocol(plain, settings)))
     assert (found, closed, count) == (expected, closes, writes)
+    return found, closed
 
 
 def test_lines_wait_for_others_and_faults_for_none() -> None:
@@ -251,7 +294,7 @@ def test_lines_wait_for_others_and_faults_for_none() -> None:
 
 
 def test_lines_of_requests_are_what_a_record_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
-    logger, stream, said = logging.Logger("requests", logging.INFO), io.StringIO(), {"door": "/embed", "fields": {1j}}
+    logger, stream, said = logging.Logger("requests", logging.INFO), io.StringIO(), {"route": "/embed", "fields": {1j}}
     lines = Lines(stream)
     lines.setFormatter(Log())
     logger.addHandler(lines)
@@ -265,5 +308,5 @@ def test_lines_of_requests_are_what_a_record_becomes(monkeypatch: pytest.MonkeyP
             log_event(logger, "request", said)
         logger.filters.clear()
     one, other = (json.loads(line) for line in stream.getvalue().splitlines())
-    assert one.keys() == other.keys() == {"at", "level", "what", "door", "fields"}
+    assert one.keys() == other.keys() == {"at", "level", "what", "route", "fields"}
     assert {**one, "at": 0} == {**other, "at": 0}
