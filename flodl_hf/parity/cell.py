@@ -5,6 +5,7 @@ Everything is created on first use, and shared by the checks of the cell.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -119,6 +120,9 @@ class Bench:
             scale=0.3 if self.size == "tiny" else None,
         )  # fmt: skip
         _vocabulary().save_pretrained(folder)
+        if settings.get("type_vocab_size") == 1:
+            file = folder / "tokenizer.json"
+            file.write_text(re.sub(r'("type_id": ?)1', r"\g<1>0", file.read_text("utf-8")), "utf-8")
         return folder
 
     def load(self, attention: str = "sdpa", dtype: torch.dtype | None = None) -> EncoderModel:
