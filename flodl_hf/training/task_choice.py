@@ -116,7 +116,8 @@ def unused_texts(task: Task, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         texts, label = table_columns(rows)
         used = [*texts, label]
     elif task.headed:
-        used = [getattr(task.columns, role) for role in NAMES]
+        columns: Any = vars(task)["columns"]
+        used = [getattr(columns, role) for role in NAMES]
     found, seen = [], rows[:LOOKED_AT]
     for name in column_names(seen):
         cells = [row[name] for row in seen if not is_missing(row.get(name))]
