@@ -425,3 +425,15 @@ def test_prompts_of_the_command_line_keep_their_spaces(text: str, value: Any) ->
     from flodl_hf.cli.finetune import parse
 
     assert parse("prompts", text) == value
+
+
+def test_a_step_without_a_function_is_no_identity() -> None:
+    from flodl_hf.checkpoints.sentence.steps import Dropped, Step
+
+    class Unfinished(Step):
+        kind = "Unfinished"
+
+    values = torch.ones(2, 3)
+    assert Dropped({})(values) is values
+    with pytest.raises(NotImplementedError):
+        Unfinished()(values)

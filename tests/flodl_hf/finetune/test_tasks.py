@@ -282,6 +282,13 @@ def test_a_folder_in_use_is_refused_before_the_training_and_replaced_when_asked(
     assert (out / "recipe.yaml").is_file()
 
 
+def test_a_folder_in_use_is_refused_without_a_walk_of_its_tree(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "deep").mkdir()
+    monkeypatch.setattr(Path, "rglob", lambda *_: pytest.fail("walked"))
+    with pytest.raises(ExportError):
+        finetune("nobody/nothing", train=labelled(16), out=tmp_path)
+
+
 def test_the_best_model_is_the_one_that_is_returned(base: Path) -> None:
     rows = labelled()
     # a rate that destroys: the first evaluation is the best, by the loss
