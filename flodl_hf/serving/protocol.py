@@ -41,13 +41,13 @@ def limited_protocol(kind: type[Any], settings: Settings, closed: Callable[[], N
         def connection_made(self, transport: Any) -> None:
             self._late: asyncio.TimerHandle | None = None
             self._unread: asyncio.TimerHandle | None = None
-            self._head_size = self._chunk = 0
+            self._head_size = self._chunk = 0  # bytes since the last complete head or part of a body; of the last read
             self._complete = -1  # headers of the last complete head; -1 while a head is unfinished
             super().connection_made(transport)
             self._expect()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._head_received()
+            self._cancel_late()
             self.resume_writing()
             super().connection_lost(exc)
             if closed is not None:
@@ -55,18 +55,15 @@ def limited_protocol(kind: type[Any], settings: Settings, closed: Callable[[], N
 
         def data_received(self, data: bytes) -> None:
             before, self._chunk = self.cycle, len(data)
+            self._head_size += len(data)
             super().data_received(data)
-            if len(self.headers or ()) != self._complete and self._exceeded():  # an unfinished head, or trailers
+            # An unfinished head, or trailers; the parser keeps an unfinished header for itself.
+            if self._head_size > MAX_HEAD or (len(self.headers or ()) != self._complete and self._exceeded()):
                 if not self.transport.is_closing():
                     self.send_400_response("Invalid HTTP request received.")
-                return
-            if self.cycle is not before or (self.cycle is not None and not self.cycle.response_complete):
+            elif self.cycle is not before or (self.cycle is not None and not self.cycle.response_complete):
                 # The head is complete; the endpoint limits the time of the body.
-                self._head_received()
-                return
-            self._head_size += len(data)
-            if self._head_size > MAX_HEAD:
-                self.transport.abort()
+                self._cancel_late()
             else:
                 self._expect()
 
@@ -81,10 +78,14 @@ def limited_protocol(kind: type[Any], settings: Settings, closed: Callable[[], N
             count = len(self.headers)
             if count > MAX_HEADERS or (self._head_size + self._chunk > MAX_HEAD and self._exceeded()):
                 raise ValueError("too many headers")  # the parser fails, which is answered with 400
-            self._complete, before = count, self.cycle
+            self._complete, self._head_size, before = count, 0, self.cycle
             super().on_headers_complete()
             if self.cycle is not before:
                 self.scope[CYCLE] = self.cycle
+
+        def on_body(self, body: bytes) -> None:
+            self._head_size = 0
+            super().on_body(body)
 
         def _exceeded(self) -> bool:
             headers = self.headers or ()
@@ -105,8 +106,7 @@ def limited_protocol(kind: type[Any], settings: Settings, closed: Callable[[], N
             if self._late is None:
                 self._late = self.loop.call_later(settings.header_s, self.transport.close)
 
-        def _head_received(self) -> None:
-            self._head_size = 0
+        def _cancel_late(self) -> None:
             if self._late is not None:
                 self._late.cancel()
                 self._late = None

@@ -121,20 +121,24 @@ def test_ten_thousand_headers_are_refused(wire: socket.socket) -> None:
     assert status(until_closed(wire)) in (400, 431)
 
 
-MANY = b"x: 1\r\n" * 200_000
+LARGE_HEADERS = pytest.mark.parametrize(
+    "lines", [b"x: 1\r\n" * 200_000, b"x: " + b"a" * 1_200_000], ids=["many", "one without end"]
+)
 
 
-def test_very_many_trailers_are_refused(wire: socket.socket) -> None:
+@LARGE_HEADERS
+def test_large_trailers_are_refused(wire: socket.socket, lines: bytes) -> None:
     head = post("/models/embed/-/embed", b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
     with contextlib.suppress(OSError):
-        wire.sendall(head + b'f\r\n{"inputs": "a"}\r\n0\r\n' + MANY + b"\r\n")
+        wire.sendall(head + b'f\r\n{"inputs": "a"}\r\n0\r\n' + lines)
     assert status(until_closed(wire)) == 400
 
 
-def test_very_many_headers_of_a_pipelined_request_are_refused(wire: socket.socket) -> None:
+@LARGE_HEADERS
+def test_large_headers_of_a_pipelined_request_are_refused(wire: socket.socket, lines: bytes) -> None:
     slow = json.dumps({"inputs": ["the cat sat on the mat"] * 2000}).encode()
     with contextlib.suppress(OSError):
-        wire.sendall(post("/models/embed/-/embed_all", slow) + b"GET /live HTTP/1.1\r\n" + MANY)
+        wire.sendall(post("/models/embed/-/embed_all", slow) + b"GET /live HTTP/1.1\r\n" + lines)
     assert status(until_closed(wire)) == 400
 
 
