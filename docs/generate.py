@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from flodl import errors
 from flodl_hf import errors as hf_errors
-from flodl_hf.cli.docs import MODULES, exported
+from flodl_hf.cli.docs import exported, public_modules
 from flodl_hf.families import FAMILIES, index
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import REQUIRED, Inert, Row
@@ -91,7 +91,7 @@ def names_page() -> str:
     rows = re.findall(r"^\| `(\S+)` \| (\S+) \| (.+) \|$", page, re.MULTILINE)
     known = {(module, name): since for module, since, names in rows for name in re.findall(r"`(\w+)`", names)}
     listed = []
-    for module in MODULES:
+    for module in public_modules():
         versions: dict[str, list[str]] = {}
         for name in exported(module):
             versions.setdefault(known.get((module, name), project["version"]), []).append(code(name))

@@ -18,7 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.ext.napoleon import GoogleDocstring
 from sphinx.util.docutils import SphinxDirective
 
-from flodl_hf.cli.docs import MODULES, Parsed, exported, options_of, public_names
+from flodl_hf.cli.docs import Parsed, exported, options_of, public_modules, public_names
 
 
 @cache
@@ -96,7 +96,7 @@ def missing_names(inventory: bytes) -> list[str]:
     # Four lines of text, then compressed lines: name, domain:role, priority, address, title.
     lines = zlib.decompress(inventory.split(b"\n", 4)[4]).decode().splitlines()
     entries = {line.split(" ", 1)[0] for line in lines if " py:" in line}
-    names = [f"{module}.{name}" for module in MODULES for name in exported(module)]
+    names = [f"{module}.{name}" for module in public_modules() for name in exported(module)]
     return [name for name in names if name not in entries]
 
 

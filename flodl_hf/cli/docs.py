@@ -1,11 +1,13 @@
-"""``flodl-hf docs``: entries of the API reference in the terminal. The site lists the modules of `MODULES`, too."""
+"""``flodl-hf docs``: entries of the API reference in the terminal. The site lists the same modules."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,81 +18,8 @@ import typer
 from flodl.errors import ConfigError, nearest
 from flodl_hf.cli.shared import Json, emit_json, reporting, tell
 
-MODULES = (
-    "flodl_hf",
-    "flodl_hf.training",
-    "flodl_hf.models.adapters",
-    "flodl_hf.jobs",
-    "flodl_hf.serving",
-    "flodl_hf.serving.client",
-    "flodl_hf.inference.results",
-    "flodl_hf.inference.similarity",
-    "flodl_hf.inference.search",
-    "flodl_hf.inference.mining",
-    "flodl_hf.inference.communities",
-    "flodl_hf.inference.quantize",
-    "flodl_hf.inference",
-    "flodl_hf.auto.pipelines",
-    "flodl_hf.models",
-    "flodl_hf.models.opening",
-    "flodl_hf.checkpoints.config.model_config",
-    "flodl_hf.heads.base",
-    "flodl_hf.heads.sequence_classification",
-    "flodl_hf.heads.token_classification",
-    "flodl_hf.heads.question_answering",
-    "flodl_hf.heads.masked_lm",
-    "flodl_hf.heads.multiple_choice",
-    "flodl_hf.heads.next_sentence",
-    "flodl_hf.heads.pretraining",
-    "flodl_hf.heads.replaced_tokens",
-    "flodl_hf.heads.saliency",
-    "flodl_hf.tokenization.tokenizer",
-    "flodl_hf.tokenization.alignment",
-    "flodl_hf.readers",
-    "flodl_hf.training.losses",
-    "flodl_hf.training.demo",
-    "flodl_hf.export",
-    "flodl_hf.export.engine",
-    "flodl_hf.export.verify",
-    "flodl_hf.parity.onnx_session",
-    "flodl_hf.parity.verifying",
-    "flodl_hf.parity.endpoint_checks",
-    "flodl_hf.families",
-    "flodl_hf.families.schema",
-    "flodl_hf.nn.encoder",
-    "flodl_hf.nn.layout",
-    "flodl_hf.errors",
-    "flodl_hf.sentence_transformers",
-    "flodl_hf.transformers",
-    "flodl_hf.integrations.chroma",
-    "flodl_hf.integrations.haystack",
-    "flodl_hf.integrations.langchain",
-    "flodl_hf.integrations.llama_index",
-    "flodl_hf.integrations.mteb",
-    "flodl_hf.integrations.setfit",
-    "flodl_hf.integrations.sklearn",
-    "flodl_hf.integrations.spacy",
-    "flodl_hf.integrations.tuning",
-    "flodl",
-    "flodl.graph",
-    "flodl.train",
-    "flodl.train.schedule",
-    "flodl.train.warmed_up",
-    "flodl.distributed",
-    "flodl.data",
-    "flodl.metrics",
-    "flodl.monitor",
-    "flodl.checkpoint",
-    "flodl.devices",
-    "flodl.memory",
-    "flodl.losses",
-    "flodl.verbosity",
-    "flodl.background",
-    "flodl.errors",
-)
-"""Public modules: names in their ``__all__`` are documented. The first module that has an object documents it."""
-_OF_LIBRARIES = ("flodl_hf.sentence_transformers", "flodl_hf.transformers", "flodl_hf.integrations.")
 # These modules import libraries that need not be installed: their entries are read from the source.
+_OF_LIBRARIES = ("flodl_hf.sentence_transformers", "flodl_hf.transformers", "flodl_hf.integrations.")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -136,10 +65,22 @@ def command(
                 tell(f"  {one['name']}{one['default']}\n      {one['summary']}")
 
 
+@cache
+def public_modules() -> tuple[str, ...]:
+    """Return the modules with an ``__all__`` by name, those of ``flodl_hf`` first; the names in it are documented."""
+    found: list[str] = []
+    for package in ("flodl_hf", "flodl"):
+        root = _source(package).parent
+        paths = (path for path in root.rglob("*.py") if re.search(r"^__all__\b", path.read_text("utf-8"), re.MULTILINE))
+        names = (".".join((package, *path.relative_to(root).with_suffix("").parts)) for path in paths)
+        found += sorted(name.removesuffix(".__init__") for name in names)
+    return tuple(found)
+
+
 def public_names() -> Iterator[tuple[str, Any]]:
-    """Yield the full name and object of each public name once, in the order of `MODULES`."""
+    """Yield the full name and object of each public name once; the first module that has an object documents it."""
     seen: list[Any] = []
-    for module in MODULES:
+    for module in public_modules():
         if module.startswith(_OF_LIBRARIES):
             yield from ((f"{module}.{name}", parsed(module, name)) for name in exported(module))
             continue
@@ -173,9 +114,13 @@ def parsed(module: str, name: str) -> Parsed:
     raise LookupError(f"{module}: found no class or function {name}")
 
 
-def _tree(module: str) -> ast.Module:
+def _source(module: str) -> Path:
     spec = find_spec(module)
-    return ast.parse(Path(str(spec and spec.origin)).read_text("utf-8"))
+    return Path(str(spec and spec.origin))
+
+
+def _tree(module: str) -> ast.Module:
+    return ast.parse(_source(module).read_text("utf-8"))
 
 
 def _parsed(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Parsed:
