@@ -32,17 +32,12 @@ _INERT = frozenset((
 # Fields of recipes that repeat what other fields contain, or that contain names of folders.
 _REPEATED = frozenset(("files", "stated", "transformer"))
 _THREADS = 4
-_BLOCK = 1 << 20
 
 
 def input_identity(path: Path) -> dict[str, Any]:
     """Return the size and the SHA-256 of a file."""
-    digest, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return {"size": size, "sha256": digest.hexdigest()}
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}
 
 
 def model_identity(model: Any, task: str | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -292,9 +292,23 @@ class Parts:
         # With --restart the job would start over again.
         return f"run the same command again{' without --restart (restart=True)' if restarted else ''}"
 
-    def writing(self) -> _Writing:
-        """Return a context that converts errors of the disk to errors that describe the remaining parts."""
-        return _Writing(self)
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Convert errors of the disk to errors that describe the remaining parts."""
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            found = f"no space is left ({error.strerror})" if full else f"writing failed ({error.strerror or error})"
+            advice = "Free some space" if full else "Check the disk and the permissions of the folder,"
+            whole = len(self.numbers())
+            raise PredictError(
+                f"{self.folder.parent}: {found}; expected to write a part. The {whole} finished parts are kept in "
+                f"{self.folder.name}. {advice} and {self.again}, which resumes from them",
+                path=str(self.folder.parent),
+                errno=error.errno,
+                finished=whole,
+            ) from error
 
     # ---- ranks -----------------------------------------------------------------------------------------
 
@@ -312,27 +326,3 @@ class Parts:
             return unseal(read_regular(self.folder / f"rank-{rank:05d}.json", MAX_RECORD_BYTES))
         except (OSError, ValueError):
             return {}
-
-
-class _Writing:
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, OSError):
-            return
-        folder = self._parts.folder
-        whole = len(self._parts.numbers())
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        found = f"no space is left ({error.strerror})" if full else f"writing failed ({error.strerror or error})"
-        advice = "Free some space" if full else "Check the disk and the permissions of the folder,"
-        raise PredictError(
-            f"{folder.parent}: {found}; expected to write a part. The {whole} finished parts are kept in "
-            f"{folder.name}. {advice} and {self._parts.again}, which resumes from them",
-            path=str(folder.parent),
-            errno=error.errno,
-            finished=whole,
-        ) from error

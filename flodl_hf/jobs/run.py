@@ -279,9 +279,9 @@ class Run:
                 reason = faults.get(place)
                 if reason is None:
                     try:
-                        line = writer.line(kept[place], next(given), None)
+                        lines = writer.lines([kept[place]], [next(given)])
                         written += 1
-                        yield line
+                        yield from lines
                         continue
                     except RowFault as fault:
                         reason = late[place] = str(fault)
@@ -290,7 +290,7 @@ class Run:
                 if plan.on_error == "null":
                     cells = kept[place] if kept[place] is not None else writer.keep(None)
                     written += 1
-                    yield writer.line(cells, None, f"{rows[place].place}: {reason}")
+                    yield writer.missing(cells, f"{rows[place].place}: {reason}")
         messages = [f"{rows[place].place}: {late[place]}" for place in sorted(late)]
         record |= {
             "rows": len(rows), "written": written, "faulty": len(late), "faults": messages[:MAX_FAULTS],

@@ -102,9 +102,8 @@ class _Numpy:
     def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
         return {}
 
-    def line(self, kept: None, answer: tuple[Any, ...] | None, error: str | None) -> bytes:
-        assert answer is not None
-        return self.lines([kept], [answer])[0]
+    def missing(self, kept: None, error: str) -> bytes:
+        raise AssertionError("unreachable: an array has no column of errors")
 
     def lines(self, kept: Sequence[None], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
         rows = np.stack([vector for (vector,) in answers])
@@ -141,7 +140,7 @@ class _QuantizedLater:
     ) -> None:
         self._whole, self._swap, self._precision, self._target = whole, swap, precision, target
         self.keep, self.misfits = parts.keep, parts.misfits
-        self.line, self.lines, self.part = parts.line, parts.lines, parts.part
+        self.missing, self.lines, self.part = parts.missing, parts.lines, parts.part
 
     def joined(self, parts: Pieces) -> Iterator[bytes]:
         found = (self._swap(b"".join(part), None)[1] for part in parts)

@@ -74,16 +74,12 @@ class Writer(Protocol):
         """Return the indices of rows whose kept cells do not have the type of their columns."""
         ...
 
-    def line(self, kept: Any, answer: tuple[Any, ...] | None, error: str | None) -> Any:
-        """Return a complete row; without a result, an empty one.
-
-        Raises:
-            RowFault: the format does not support the result.
-        """
+    def missing(self, kept: Any, error: str) -> Any:
+        """Return input of `part` for a row without a result."""
         ...
 
     def lines(self, kept: Sequence[Any], answers: Sequence[tuple[Any, ...]]) -> Iterable[Any]:
-        """Return input of `part` for several rows, with the same bytes as their single lines.
+        """Return input of `part` for several rows; the bytes do not depend on how rows are divided into calls.
 
         Raises:
             RowFault: the format does not support a result.
@@ -260,12 +256,10 @@ class _JsonLines:
     ) -> None:
         self._keep = None if keep is None else [(name, f"{_encode(name)}: ") for name in keep]
         self._added, self._lead = frozenset(added), lead
-        self._parts = [(f'"{name}": ', json_of(kind)) for name, kind in answer.items()]
+        self._nothing = dict.fromkeys(answer)
         self._columns = [_column(kind) for kind in answer.values()]
         ends = [f'"{name}": %s' for name in answer] + [f'"{ERROR}": null'] * (ERROR in added)
-        self._form = "{%s, " + ", ".join(ends) + "}\n"
-        self._nothing = [f'"{name}": null' for name in answer]
-        self._with_errors = ERROR in added
+        self._form = "{%s" + ", ".join(ends) + "}\n"
 
     def keep(self, row: Row | None) -> str:
         values = None if row is None else row.values
@@ -289,21 +283,13 @@ class _JsonLines:
     def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
         return {}
 
-    def line(self, kept: str, answer: tuple[Any, ...] | None, error: str | None) -> bytes:
-        cells = [kept] if kept else []
-        if answer is None:
-            cells += self._nothing
-        else:
-            cells += [lead + write(value) for (lead, write), value in zip(self._parts, answer, strict=True)]
-        if self._with_errors:
-            cells.append(f'"{ERROR}": {_encode(error)}')
-        return _bytes("{" + ", ".join(cells) + "}\n")
+    def missing(self, kept: str, error: str) -> bytes:
+        return _bytes("{" + (kept and f"{kept}, ") + _encode({**self._nothing, ERROR: error})[1:] + "\n")
 
     def lines(self, kept: Sequence[str], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
-        if not all(kept):
-            return [self.line(cells, answer, None) for cells, answer in zip(kept, answers, strict=True)]
         columns = [write(values) for write, values in zip(self._columns, zip(*answers, strict=True), strict=True)]
-        return [_bytes("".join(map(self._form.__mod__, zip(kept, *columns, strict=True))))]
+        leads = [cells and f"{cells}, " for cells in kept]
+        return [_bytes("".join(map(self._form.__mod__, zip(leads, *columns, strict=True))))]
 
     def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         yield from lines
@@ -331,25 +317,21 @@ class _Cells:
         self, keep: tuple[str, ...], answer: Mapping[str, Kind], added: Mapping[str, Kind], own: bool, delimiter: str
     ) -> None:
         self._keep, self._own, self._delimiter = keep, own, delimiter
-        self._answer = [self._of_kind(kind) for kind in answer.values()]
         self._columns = [self._column_of(kind) for kind in answer.values()]
         self._nothing = [""] * len(answer)
         self._with_errors = ERROR in added
         self._header = _bytes(delimiter.join(map(self._cell, (*keep, *added))) + "\n")
 
-    def _of_kind(self, kind: Kind) -> Callable[[Any], str]:
-        if kind == "text":
-            return lambda value: "" if value is None else self._cell(value)
-        write = json_of(kind)
-        if kind in ("float", "int"):
-            return lambda value: "" if value is None else write(value)
-        return lambda value: "" if value is None else self._cell(write(value))
-
     def _column_of(self, kind: Kind) -> Callable[[Sequence[Any]], Sequence[str]]:
-        write = self._of_kind(kind)
-        if kind == "float":
-            return lambda values: [*map(write, values)] if None in values else _shorts(values)
-        return lambda values: [*map(write, values)]
+        write = str if kind == "text" else json_of(kind)
+        cell = str if kind in ("float", "int") else self._cell  # numbers need no quotation marks
+
+        def column(values: Sequence[Any]) -> Sequence[str]:
+            if kind == "float" and None not in values:
+                return _shorts(values)
+            return ["" if value is None else cell(write(value)) for value in values]
+
+        return column
 
     def _cell(self, text: str) -> str:
         if self._delimiter == ",":
@@ -380,17 +362,9 @@ class _Cells:
     def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
         return {}
 
-    def line(self, kept: list[str], answer: tuple[Any, ...] | None, error: str | None) -> bytes:
-        cells = list(kept)
-        if answer is None:
-            cells += self._nothing
-        else:
-            cells += [write(value) for write, value in zip(self._answer, answer, strict=True)]
-        if self._with_errors:
-            cells.append("" if error is None else self._cell(" ".join(error.split())))
-        text = self._delimiter.join(cells)
-        # Readers would ignore an empty line.
-        return _bytes((text or '""') + "\n")
+    def missing(self, kept: list[str], error: str) -> bytes:
+        cells = [*kept, *self._nothing, self._cell(" ".join(error.split()))]
+        return _bytes(self._delimiter.join(cells) + "\n")
 
     def lines(self, kept: Sequence[list[str]], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
         columns = [write(values) for write, values in zip(self._columns, zip(*answers, strict=True), strict=True)]
@@ -398,7 +372,7 @@ class _Cells:
         join = self._delimiter.join
         texts = [join((*cells, *answer)) for cells, answer in zip(kept, zip(*columns, strict=True), strict=True)]
         if end == "\n" and not all(texts):
-            texts = [text or '""' for text in texts]
+            texts = [text or '""' for text in texts]  # readers would ignore an empty line
         return [_bytes(end.join(texts) + end)]
 
     def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -465,17 +439,15 @@ class _Tables:
                 )
         return found
 
-    def line(self, kept: list[Any], answer: tuple[Any, ...] | None, error: str | None) -> list[Any]:
-        if answer is None:
-            cells = [*kept, *([None] * len(self._answer))]
-        else:
-            for kind, value in zip(self._answer.values(), answer, strict=True):
-                _finite(kind, value)
-            cells = [*kept, *answer]
-        return [*cells, error] if self._with_errors else cells
+    def missing(self, kept: list[Any], error: str) -> list[Any]:
+        return [*kept, *([None] * len(self._answer)), error]
 
     def lines(self, kept: Sequence[list[Any]], answers: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-        return [self.line(cells, answer, None) for cells, answer in zip(kept, answers, strict=True)]
+        for answer in answers:
+            for kind, value in zip(self._answer.values(), answer, strict=True):
+                _finite(kind, value)
+        no_error = [None] * self._with_errors
+        return [[*cells, *answer, *no_error] for cells, answer in zip(kept, answers, strict=True)]
 
     def part(self, lines: Iterable[list[Any]]) -> Iterator[bytes]:
         rows = list(lines)

@@ -46,7 +46,7 @@ def test_many_lines_are_the_lines_of_each(
     rows = data.draw(st.lists(st.fixed_dictionaries({"a": texts, "b%s": texts}), min_size=1, max_size=5))
     kept = [writer.keep(Row(1, 1, row)) for row in rows]
     found = [data.draw(values[answer]) for _ in rows]
-    one_by_one = [writer.line(cells, each, None) for cells, each in zip(kept, found, strict=True)]
+    one_by_one = [line for cells, each in zip(kept, found, strict=True) for line in writer.lines([cells], [each])]
     together = list(writer.lines(kept, found))
     if format == "parquet":
         assert together == one_by_one

@@ -119,7 +119,7 @@ def test_a_file_in_utf_16_is_told_as_such(encoding: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_texts_read_back_as_they_were(suffix: str, texts: list[tuple[str, str]], tmp_path: Path) -> None:
     out = writer(suffix, ["a", "b"])
-    lines = [out.line(out.keep(Row(1, 1, {"a": a, "b": b})), (a + b, 0.1), None) for a, b in texts]
+    lines = [*out.lines([out.keep(Row(1, 1, {"a": a, "b": b})) for a, b in texts], [(a + b, 0.1) for a, b in texts])]
     part = tmp_path / "part"
     part.write_bytes(b"".join(out.part(iter(lines))))
     path = tmp_path / f"all.{suffix}"
@@ -177,7 +177,7 @@ def test_a_kept_json_object_stays_as_it_was_written(tmp_path: Path) -> None:
     )
     (row,) = rows.take(2)
     rows.close()
-    written = out.line(out.keep(row), ("a", 0.5), None).decode()
+    written = b"".join(out.lines([out.keep(row)], [("a", 0.5)])).decode()
     assert written == line.strip()[:-1].rstrip() + ', "label": "a", "score": 0.5}\n'
     assert json.loads(written)["text"] == "café"
 
