@@ -71,7 +71,8 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
     wrong = [f"{name}{nearest(name, known)}" for name in given if name not in known]
     if wrong:
         raise PredictError(
-            f"predict_file: {model.head} has no option {'; '.join(wrong)}; it has {', '.join(known)}", problems=wrong
+            f"{_caller(options)}: {model.head} has no option {'; '.join(wrong)}; it has {', '.join(known)}",
+            problems=wrong,
         )
     strict = bool(given.get("strict"))
     if choice.task == "relevance":
@@ -89,19 +90,30 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
         )
     if stored is not None:
         return _stored(method, stored, given, strict)
-    if choice.task == "classes":
-        return _classes(model, method, given, strict)
-    if choice.task == "answers":
-        return _answers(method, given, strict)
+    several = choice.task == "classes" and model.config.problem_type == "multi_label_classification"
+    # A tuned threshold between two labels selects one of them.
+    tuned = given.get("threshold") == "tuned" and not several
+    alone = tuned or ("threshold" not in given and given.get("top_k", None if several else 1) == 1)
+    if choice.task == "classes" and alone:
+        given["top_k"] = 1
 
     def run(items: Sequence[Any]) -> Iterator[Any]:
         return method(iter(items), **given)
 
-    if choice.task == "entities":
-        return Answerer({"entities": [ENTITY]}, run, lambda found: (_records(found, ENTITY),), strict)
     if choice.task == "masks":
         return Answerer({"masks": [[FILL]]}, run, lambda found: ([_records(fills, FILL) for fills in found],))
-    return Answerer({"embedding": "vector"}, run, lambda found: (found.float().numpy(),), strict)
+    if choice.task == "vectors":
+        return Answerer({"embedding": "vector"}, run, lambda found: (found.float().numpy(),), strict)
+    if choice.task == "classes" and alone:
+        return Answerer(dict(LABEL), run, _best, strict)
+    if choice.task == "answers" and given.get("top_k", 1) == 1:
+        columns: dict[str, Kind] = {"answer": "text", "score": "float", "start": "int", "end": "int"}
+        return Answerer(columns, run, _best_answer, strict, _second_is_empty)
+    column, kinds = {"classes": ("labels", LABEL), "answers": ("answers", SPAN), "entities": ("entities", ENTITY)}[
+        choice.task
+    ]
+    empty = _second_is_empty if choice.task == "answers" else is_empty
+    return Answerer({column: [kinds]}, run, lambda found: (_records(found, kinds),), strict, empty)
 
 
 def with_old_names(model: Any, task: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,8 +123,11 @@ def with_old_names(model: Any, task: str, options: Mapping[str, Any]) -> dict[st
         PredictError: the model's method does not support the value.
     """
     method = method_of(model, task, stored=options.get("store") is not None)
-    caller = "predict_file" if options.get("store") is None else "encode_file"
-    return replace_long_texts(caller, options, inspect.signature(method).parameters)
+    return replace_long_texts(_caller(options), options, inspect.signature(method).parameters)
+
+
+def _caller(options: Mapping[str, Any]) -> str:
+    return "predict_file" if options.get("store") is None else "encode_file"
 
 
 def method_of(model: Any, task: str, *, stored: bool) -> Any:
@@ -161,41 +176,15 @@ def _stored(encode: Any, precision: str, given: dict[str, Any], strict: bool) ->
     return Answerer({VECTOR: f"vector:{precision}:{len(one)}"}, run, lambda found: (found,), strict)
 
 
-def _classes(model: Any, method: Any, given: dict[str, Any], strict: bool) -> Answerer:
-    """Return one label with its score if a text has one, otherwise a list."""
-    several = model.config.problem_type == "multi_label_classification" or "threshold" in given
-    alone = given.get("top_k", None if several else 1) == 1 and "threshold" not in given
-    # A tuned threshold between two labels selects one of them.
-    alone |= given.get("threshold") == "tuned" and model.config.problem_type != "multi_label_classification"
-    if alone:
-        given = {**given, "top_k": 1}
-
-    def run(items: Sequence[Any]) -> Iterator[Any]:
-        return method(iter(items), **given)
-
-    if alone:
-        return Answerer(dict(LABEL), run, _best, strict)
-    return Answerer({"labels": [LABEL]}, run, lambda found: (_records(found, LABEL),), strict)
-
-
 def _best(found: Sequence[Any]) -> tuple[str | None, float | None]:
     return (found[0].label, found[0].score) if found else (None, None)
 
 
-def _answers(method: Any, given: dict[str, Any], strict: bool) -> Answerer:
-    def run(items: Sequence[Any]) -> Iterator[Any]:
-        return method(iter(items), **given)
-
-    def best(found: Sequence[Any]) -> tuple[Any, ...]:
-        # No result, and "no answer" with its probability, are null.
-        if not found or found[0].no_answer:
-            return None, found[0].score if found else None, None, None
-        return found[0].text, found[0].score, found[0].start, found[0].end
-
-    if given.get("top_k", 1) == 1:
-        columns: dict[str, Kind] = {"answer": "text", "score": "float", "start": "int", "end": "int"}
-        return Answerer(columns, run, best, strict, _second_is_empty)
-    return Answerer({"answers": [SPAN]}, run, lambda found: (_records(found, SPAN),), strict, _second_is_empty)
+def _best_answer(found: Sequence[Any]) -> tuple[Any, ...]:
+    # No result, and "no answer" with its probability, are null.
+    if not found or found[0].no_answer:
+        return None, found[0].score if found else None, None, None
+    return found[0].text, found[0].score, found[0].start, found[0].end
 
 
 def _records(found: Sequence[Any], kinds: Mapping[str, Any]) -> list[dict[str, Any]]:

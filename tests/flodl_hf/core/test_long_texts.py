@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,10 @@ def test_files_accept_both_forms_as_one_job(make: Maker, tmp_path: Path) -> None
 
 def test_the_error_contains_the_name_of_the_call(make: Maker, tmp_path: Path) -> None:
     (source := tmp_path / "texts.txt").write_text(LONG)
-    for call, head in ((predict_file, "masked_lm"), (encode_file, "base")):
+    wrong: list[dict[str, Any]] = [{"long_texts": "none"}, {"no_such_option": 1}]
+    for (call, head), options in product(((predict_file, "masked_lm"), (encode_file, "base")), wrong):
         with pytest.raises(PredictError) as refused:
-            call(make("bert", head), source, tmp_path / "out.parquet", long_texts="none")
+            call(make("bert", head), source, tmp_path / "out.parquet", **options)
         assert str(refused.value).startswith(f"{call.__name__}: ")
 
 
