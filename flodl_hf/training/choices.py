@@ -19,7 +19,7 @@ from flodl.errors import DataError
 from flodl.metrics import Accuracy
 from flodl.train import Loss
 from flodl_hf.readers.faults import refuse_rows
-from flodl_hf.training.ranking import Candidates, CollateLists, ListObjective, collate_lists, prepare_lists
+from flodl_hf.training.ranking import Candidates, CollateLists, ListObjective, prepare_lists
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task
 from flodl_hf.training.vectors.tables import asked_columns, known_column
@@ -187,7 +187,7 @@ class ChoiceTask(Task):
 
     def collate(self, usual: CollateRows, rows: Any, batches: Any, accumulate: int) -> CollateLists:
         """Return the collate function for choices, in the same layout as ``usual``."""
-        return collate_lists(usual)
+        return CollateLists.like(usual)
 
 
 def _right(label: Any, texts: Sequence[str], keys: Sequence[str]) -> int:

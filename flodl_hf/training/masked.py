@@ -9,7 +9,7 @@ mean over masked tokens, so that the step does not depend on how it is split.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -152,8 +152,7 @@ class CollateShares(CollateRows):
     def of_step(cls, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int, *, by_rows: bool) -> Self:
         """Return a collate function with the layout of ``usual``, for steps of ``accumulate`` batches."""
         masking: Any = usual.masking
-        same: dict[str, Any] = {f.name: getattr(usual, f.name) for f in fields(CollateRows)}
-        return cls(**same, counts=StepCounts(rows, masking, batches, accumulate, by_rows))
+        return cls.like(usual, counts=StepCounts(rows, masking, batches, accumulate, by_rows))
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""

@@ -28,10 +28,10 @@ from flodl_hf.training.losses import loss_named, make_loss
 from flodl_hf.training.losses.lists import LIST_LOSSES, MarginMSELoss
 from flodl_hf.training.option_checks import Problems, task_faults
 from flodl_hf.training.options import Options
-from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
+from flodl_hf.training.rows import CollateRows, RowBuilder
 from flodl_hf.training.step import Kind, LossFunction, score
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks
-from flodl_hf.training.vectors.step import PARTS, CollateTexts, TextRows
+from flodl_hf.training.vectors.step import CollateTexts, TextRows, rows_of_texts
 from flodl_hf.training.vectors.tables import ANCHORS, LABELS, POSITIVES, known_column, read_table
 
 if TYPE_CHECKING:
@@ -146,15 +146,13 @@ def prepare_lists(
         builder.add(row, len(lengths))
         lengths.append(len(row.ids))
         cut += row.truncated
-    counts = np.asarray([len(one.texts) for one in lists])
-    there = np.arange(counts.max()) < counts[:, None]
-    parts = np.zeros(there.shape, np.int64)
-    labels = np.zeros(there.shape, np.float32)
-    parts[there] = lengths
+    counts = [len(one.texts) for one in lists]
+    labels: Any = right
     if right is None:
+        there = np.arange(max(counts)) < np.asarray(counts)[:, None]
+        labels = np.zeros(there.shape, np.float32)
         labels[there] = [grade for one in lists for grade in one.grades]
-    columns = builder.build().columns
-    rows = EncodedRows(columns, parts.sum(1).tolist(), {PARTS: parts, "labels": labels if right is None else right})
+    rows = rows_of_texts(builder, lengths, counts, {"labels": labels})
     return TextRows([rows], [np.zeros((len(lists), 0), np.int64)]), cut
 
 
@@ -179,13 +177,6 @@ class CollateLists(CollateTexts):
         there = batch.pop("there")
         slots = torch.where(there, there.flatten().cumsum(0).view(there.shape) - 1, -1)
         return {**batch, "slots": slots}
-
-
-def collate_lists(usual: CollateRows) -> CollateLists:
-    """Return the collate function for lists, in the same layout as ``usual``."""
-    return CollateLists(
-        usual.pad_id, usual.layout, shapes=usual.shapes, widths=usual.widths, shapes_for=usual.shapes_for,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -323,7 +314,7 @@ class RankTask(Task):
 
     def collate(self, usual: CollateRows, rows: Any, batches: Any, accumulate: int) -> CollateRows:
         """Return the collate function, in the same layout as ``usual``."""
-        return usual if self.loss is None else collate_lists(usual)
+        return usual if self.loss is None else CollateLists.like(usual)
 
 
 def _pairs(

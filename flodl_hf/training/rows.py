@@ -9,8 +9,8 @@ Equal data and options give equal sizes, whatever the number of epochs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -407,6 +407,11 @@ class CollateRows:
     shapes_for: Callable[..., Shapes] | None = None
     least: int = 0
     widths: tuple[int, ...] = ()
+
+    @classmethod
+    def like(cls, usual: CollateRows, **further: Any) -> Self:
+        """Return a collate function of this class with the layout of another one, and further arguments."""
+        return cls(**{f.name: getattr(usual, f.name) for f in fields(CollateRows)} | further)
 
     @property
     def settled(self) -> bool:

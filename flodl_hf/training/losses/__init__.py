@@ -10,45 +10,17 @@ from dataclasses import fields
 from typing import Any
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.training.losses.pairs import (
-    AnglELoss,
-    BatchAllTripletLoss,
-    BatchHardSoftMarginTripletLoss,
-    BatchHardTripletLoss,
-    BatchSemiHardTripletLoss,
-    ContrastiveLoss,
-    CoSENTLoss,
-    CosineSimilarityLoss,
-    DistillKLDivLoss,
-    EmbedDistillLoss,
-    Form,
-    MarginMSELoss,
-    MSELoss,
-    OnlineContrastiveLoss,
-    TripletLoss,
-    VectorLoss,
-)
-from flodl_hf.training.losses.ranking import (
-    AdaptiveLayerLoss,
-    GISTEmbedLoss,
-    GlobalOrthogonalRegularizationLoss,
-    MatryoshkaLoss,
-    MegaBatchMarginLoss,
-    MultipleNegativesRankingLoss,
-    MultipleNegativesSymmetricRankingLoss,
-)
+from flodl_hf.training.losses import pairs, ranking
+from flodl_hf.training.losses.pairs import Form, VectorLoss
+from flodl_hf.training.losses.ranking import AdaptiveLayerLoss, MatryoshkaLoss
 
 __all__ = ["LOSSES", "AdaptiveLayerLoss", "MatryoshkaLoss", "VectorLoss"]
 
 LOSSES: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        MultipleNegativesRankingLoss, MultipleNegativesSymmetricRankingLoss, GISTEmbedLoss, CoSENTLoss, AnglELoss,
-        CosineSimilarityLoss, ContrastiveLoss, OnlineContrastiveLoss, TripletLoss, BatchAllTripletLoss,
-        BatchHardTripletLoss, BatchHardSoftMarginTripletLoss, BatchSemiHardTripletLoss, MSELoss, MarginMSELoss,
-        DistillKLDivLoss, EmbedDistillLoss, MegaBatchMarginLoss, GlobalOrthogonalRegularizationLoss,
-    )
-}  # fmt: skip
+    name: kind
+    for name, kind in {**vars(ranking), **vars(pairs)}.items()
+    if isinstance(kind, type) and issubclass(kind, VectorLoss) and name.endswith("Loss") and kind is not VectorLoss
+}
 """By name."""
 
 CACHED = {
@@ -72,6 +44,11 @@ USUAL: dict[Form, str] = {
 """The loss of each form of data where none is named."""
 
 
+def plain_name(word: str) -> str:
+    """Return the name of a loss in small letters, without signs and "Loss"."""
+    return word.lower().replace("_", "").replace("-", "").removesuffix("loss")
+
+
 def loss_named(word: str, table: Mapping[str, Any] = LOSSES) -> str:
     """Return the name of a loss, of a table or `CACHED`, in whatever case and with "Loss" or without.
 
@@ -80,7 +57,7 @@ def loss_named(word: str, table: Mapping[str, Any] = LOSSES) -> str:
     Raises:
         ConfigError: there is none of this name.
     """
-    plain = word.lower().replace("_", "").replace("-", "").removesuffix("loss")
+    plain = plain_name(word)
     known = (*table, *(name for name, whole in CACHED.items() if whole in table))
     for name in known:
         own = name.lower().removesuffix("loss")

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from flodl.errors import DataError
 from flodl_hf.training.evaluation import CollectedValues
+from flodl_hf.training.losses import plain_name
 from flodl_hf.training.losses.pairs import EmbedDistillLoss, Form, VectorLoss
 from flodl_hf.training.options import Options
 from flodl_hf.training.task import Examples, Prepared, Scorer
@@ -107,7 +108,7 @@ AUXILIARY_LOSSES: dict[str, Any] = {"SoftmaxLoss": SoftmaxLoss, "EmbedDistillLos
 
 
 def _is(word: Any, name: str) -> bool:
-    return isinstance(word, str) and word.lower().replace("_", "").replace("-", "").removesuffix("loss") == name
+    return isinstance(word, str) and plain_name(word) == name
 
 
 def classifies(word: Any) -> bool:

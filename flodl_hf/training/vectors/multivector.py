@@ -31,7 +31,7 @@ from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder
 from flodl_hf.training.task import CHUNK, LengthLimits, Prepared
 from flodl_hf.training.vectors.multivector_step import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL, CollateLate, LateObjective
 from flodl_hf.training.vectors.scorer import NAMES, RETRIEVAL, VectorScorer
-from flodl_hf.training.vectors.step import PARTS, TextRows
+from flodl_hf.training.vectors.step import PARTS, TextRows, rows_of_texts
 from flodl_hf.training.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:
@@ -264,8 +264,7 @@ class MultiVectorTask(EmbeddingTask):
                     builder.add(row, len(lengths))
                     lengths.append(len(row.ids))
                 cut += sum(row.truncated for row in documents)
-        parts = np.asarray(lengths, np.int64).reshape(-1, width)
-        return EncodedRows(builder.build().columns, parts.sum(1).tolist(), {PARTS: parts}), cut
+        return rows_of_texts(builder, lengths, [width] * len(rows)), cut
 
     def laid(self, rows: TextRows) -> Laid:
         """Return the lengths of documents in a batch."""
@@ -277,10 +276,8 @@ class MultiVectorTask(EmbeddingTask):
         """Return the collate function, with separate queries and documents."""
         late, mask = self._late, self._guides["mask"]
         filled = min((n for n in (late.query_length, self._guides["most"]) if n), default=None)
-        return CollateLate(
-            usual.pad_id, usual.layout, shapes=usual.shapes, widths=usual.widths, mask_id=mask,
-            query_tokens=filled, attended=late.attended, skipped=self._guides["skipped"], first=late.first,
-        )  # fmt: skip
+        further = {"attended": late.attended, "skipped": self._guides["skipped"], "first": late.first}
+        return CollateLate.like(usual, mask_id=mask, query_tokens=filled, **further)
 
     def _fitting(self, form: Any) -> list[Any]:
         return [loss for loss in self.losses if form in loss.forms]

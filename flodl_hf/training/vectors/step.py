@@ -31,7 +31,7 @@ from flodl.data.samplers import digest
 from flodl.train import Loss
 from flodl_hf.inference.decode.pooling import finish_embeddings, pool_packed, pool_padded
 from flodl_hf.inference.graph_model.hidden_states import watched
-from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, TakenRows
+from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder, TakenRows
 from flodl_hf.training.step import score
 
 
@@ -142,6 +142,23 @@ class TextRows:
 
     def _table(self, index: int) -> int:
         return int(np.searchsorted(self.starts, index, side="right")) - 1
+
+
+def rows_of_texts(
+    builder: RowBuilder, lengths: Sequence[int], counts: Sequence[int], values: Mapping[str, Any] | None = None
+) -> EncodedRows:
+    """Return tokens as rows of several texts.
+
+    Args:
+        builder: contains a row for each text.
+        lengths: tokens of each text.
+        counts: texts of each row.
+        values: further values of rows.
+    """
+    there = np.arange(max(counts)) < np.asarray(counts)[:, None]
+    parts = np.zeros(there.shape, np.int64)
+    parts[there] = lengths
+    return EncodedRows(builder.build().columns, parts.sum(1).tolist(), {PARTS: parts, **(values or {})})
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from flodl_hf.inference.decode.pooling import check_pooling
 from flodl_hf.readers.columns import Columns
 from flodl_hf.training.losses import CACHED, LOSSES, USUAL, AdaptiveLayerLoss, MatryoshkaLoss, loss_named, make_loss
 from flodl_hf.training.losses.pairs import MSELoss
+from flodl_hf.training.masked import words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
 from flodl_hf.training.vectors.scorer import MAIN, NAMES, HeldOut, VectorScorer
-from flodl_hf.training.vectors.step import PARTS, CollateTexts, TextBatches, TextRows, VectorObjective
+from flodl_hf.training.vectors.step import CollateTexts, TextBatches, TextRows, VectorObjective, rows_of_texts
 from flodl_hf.training.vectors.tables import TextTable, expect_equal_widths, read_table
 
 if TYPE_CHECKING:
@@ -157,12 +158,16 @@ class EmbeddingTask(Task):
         self, rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits
     ) -> tuple[EncodedRows, int]:
         """Return rows of tokens with the lengths of their texts, and how many texts were cut."""
-        return _encode(rows, tokenizer, limits, lower=self._lower)
-
-    @property
-    def _lower(self) -> bool:
-        recipe = self._guides.get("recipe")
-        return bool(recipe is not None and recipe.lower_case)
+        recipe, with_words = self._guides.get("recipe"), bool(self._guides.get("words"))
+        lower = recipe is not None and recipe.lower_case
+        builder, cut, lengths = RowBuilder(limits.types), 0, list[int]()
+        flat = [text.lower() if lower else text for row in rows for text in row]
+        how = {"max_tokens": limits.max_tokens, "offsets": with_words, "overflow": "truncate"}
+        for i, (row, *_) in encode_chunks(tokenizer, flat, **how):
+            builder.add(row, i, {"words": words_of(row)} if with_words else None)
+            lengths.append(len(row.ids))
+            cut += row.truncated
+        return rows_of_texts(builder, lengths, list(map(len, rows))), cut
 
     @property
     def _teaches(self) -> bool:
@@ -299,14 +304,7 @@ class EmbeddingTask(Task):
     def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateTexts:
         """Return the collate function, in the same layout as ``usual``."""
         lengths = (usual.layout == "padded" and not usual.settled) or self.options.cache_tokens is not None
-        return CollateTexts(
-            usual.pad_id,
-            usual.layout,
-            shapes=usual.shapes,
-            widths=usual.widths,
-            lengths=lengths,
-            is_ragged=rows.is_ragged,
-        )
+        return CollateTexts.like(usual, lengths=lengths, is_ragged=rows.is_ragged)
 
     def batches(self, rows: TextRows) -> TextBatches:
         """Return the batches.
@@ -344,26 +342,6 @@ def _innermost(loss: Any) -> Any:
     while hasattr(loss, "loss"):
         loss = loss.loss
     return loss
-
-
-def _encode(
-    rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits, *, lower: bool
-) -> tuple[EncodedRows, int]:
-    """Return rows of tokens with the lengths of their texts, and how many texts were cut."""
-    builder, cut = RowBuilder(limits.types), 0
-    flat = [text.lower() if lower else text for row in rows for text in row]
-    lengths: list[int] = []
-    for i, (row, *_) in encode_chunks(
-        tokenizer, flat, max_tokens=limits.max_tokens, offsets=False, overflow="truncate"
-    ):  # fmt: skip
-        builder.add(row, i)
-        lengths.append(len(row.ids))
-        cut += row.truncated
-    texts = builder.build()
-    counts = np.asarray([len(row) for row in rows])
-    parts = np.zeros((len(rows), counts.max()), np.int64)
-    parts[np.arange(counts.max()) < counts[:, None]] = lengths
-    return EncodedRows(texts.columns, parts.sum(1).tolist(), {PARTS: parts}), cut
 
 
 def plan_embedding(

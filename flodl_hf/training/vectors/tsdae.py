@@ -31,10 +31,10 @@ from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.buckets import round_up
 from flodl_hf.nn.layout.layouts import Padded
 from flodl_hf.tokenization.alignment import IGNORE
+from flodl_hf.training.losses import plain_name
 from flodl_hf.training.losses.pairs import Form, VectorLoss
-from flodl_hf.training.masked import words_of
-from flodl_hf.training.rows import SPECIAL, CollateRows, EncodedRows, Laid, RowBuilder, TakenRows
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, encode_chunks
+from flodl_hf.training.rows import SPECIAL, CollateRows, Laid, TakenRows
+from flodl_hf.training.task import Examples, LengthLimits, Prepared
 from flodl_hf.training.vectors.step import PARTS, CollateTexts, TextRows, VectorObjective
 from flodl_hf.training.vectors.tables import read_table
 from flodl_hf.training.vectors.task import EmbeddingTask
@@ -70,10 +70,7 @@ DENOISING: dict[str, Any] = {"DenoisingAutoEncoderLoss": DenoisingAutoEncoderLos
 
 def denoises(word: Any) -> bool:
     """Return whether a word names this loss."""
-    if not isinstance(word, str):
-        return False
-    plain = word.lower().replace("_", "").replace("-", "").removesuffix("loss")
-    return plain in ("denoisingautoencoder", "denoising", "tsdae")
+    return isinstance(word, str) and plain_name(word) in ("denoisingautoencoder", "denoising", "tsdae")
 
 
 class Crossing(nn.Module):
@@ -261,23 +258,8 @@ class DenoisingTask(EmbeddingTask):
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the examples as rows; rows that are reconstructed include the word numbers of their tokens."""
-        self._guides["written"] = training or read_table(examples, self.options.columns, "eval").form == "texts"
+        self._guides["words"] = training or read_table(examples, self.options.columns, "eval").form == "texts"
         return super().prepare(examples, tokenizer, limits, training=training)
-
-    def encode(
-        self, rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits
-    ) -> tuple[EncodedRows, int]:
-        """Return rows of tokens with the lengths of their texts, and how many texts were cut."""
-        if not self._guides["written"]:
-            return super().encode(rows, tokenizer, limits)
-        builder, lengths, cut = RowBuilder(limits.types), [], 0
-        flat = [text.lower() if self._lower else text for row in rows for text in row]
-        for i, (row, *_) in encode_chunks(tokenizer, flat, max_tokens=limits.max_tokens, overflow="truncate"):
-            builder.add(row, i, {WORDS: words_of(row)})
-            lengths.append(len(row.ids))
-            cut += row.truncated
-        parts = np.asarray(lengths, np.int64).reshape(-1, 2)
-        return EncodedRows(builder.build().columns, parts.sum(1).tolist(), {PARTS: parts}), cut
 
     def laid(self, rows: TextRows) -> Laid:
         """Return the lengths of texts in a batch after one random deletion."""
@@ -303,10 +285,8 @@ class DenoisingTask(EmbeddingTask):
         """Return the collate function for damaged texts and their originals."""
         made, whole = super().collate(usual, rows, batches, accumulate), rows.tables[0].values[PARTS][:, 1]
         room = SLACK * float((whole - 1).sum() / self.laid(rows).lengths.sum())
-        return CollateDamaged(
-            made.pad_id, made.layout, shapes=made.shapes, widths=made.widths, lengths=made.lengths,
-            del_ratio=self._share, longest=int(whole.max()) - 1, targets=room,
-        )  # fmt: skip
+        further = {"del_ratio": self._share, "longest": int(whole.max()) - 1, "targets": room}
+        return CollateDamaged.like(usual, lengths=made.lengths, **further)
 
     def _fitting(self, form: Any) -> list[Any]:
         return list(self.losses) if form == "texts" else []
