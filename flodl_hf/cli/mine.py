@@ -67,7 +67,7 @@ def command(
     pairs = [(row[0], row[1]) for row in table.texts]
     candidates: list[str] = [positive for _, positive in pairs]
     if corpus:
-        candidates += [text for text in texts_of(corpus, None)[0] if text.strip()]
+        candidates += [text for text in texts_of(corpus, None) if text.strip()]
     texts = list(dict.fromkeys(candidates))
     places = {text: i for i, text in enumerate(texts)}
     anchors: list[str] = list(dict.fromkeys(anchor for anchor, _ in pairs))

@@ -10,7 +10,6 @@ import io
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -192,13 +191,12 @@ def new_project(folder: str | os.PathLike[str], *, task: str = "seqcls", model: 
     written = {name: _template(source, about) for name, source in FILES.items()}
     written[f"data/train{data.suffix}"] = data.write(0, TRAIN_ROWS)
     written[f"data/held_out{data.suffix}"] = data.write(TRAIN_ROWS, HELD_OUT_ROWS)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    beside = place.parent / f".{place.name}.{os.getpid()}.new"
+    beside.mkdir(parents=True)
     try:
         for name, text in written.items():
             (beside / name).parent.mkdir(exist_ok=True)
             (beside / name).write_text(text, "utf-8")
-        os.chmod(beside, 0o777 & ~_umask())
         if place.exists():
             place.rmdir()
         os.replace(beside, place)
@@ -206,9 +204,3 @@ def new_project(folder: str | os.PathLike[str], *, task: str = "seqcls", model: 
         shutil.rmtree(beside, ignore_errors=True)
         raise
     return [place / name for name in written]
-
-
-def _umask() -> int:
-    found = os.umask(0)
-    os.umask(found)
-    return found

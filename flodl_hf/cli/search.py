@@ -47,7 +47,7 @@ def command(
     queries = query or [line for line in stdin_lines() if line.strip()]
     if not queries:
         say("no query was given: as arguments, or one a line on standard input")
-    texts, _ = texts_of(corpus, text_column)
+    texts = texts_of(corpus, text_column)
     encode = encoder(model, given)
     # An empty line is never a result, although it has a vector.
     places = [place for place, text in enumerate(texts) if text.strip()]

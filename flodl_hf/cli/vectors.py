@@ -58,8 +58,8 @@ def encoder(model: str, given: dict[str, Any]) -> Encode:
     return encode
 
 
-def texts_of(path: str, column: str | None) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the texts of a file, and its rows; each line of plain text is one, so that vectors of the file fit.
+def texts_of(path: str, column: str | None) -> list[str]:
+    """Return the texts of a file; each line of plain text is one, so that vectors of the file fit.
 
     Raises:
         DataError: no column of texts is identified.
@@ -82,4 +82,4 @@ def texts_of(path: str, column: str | None) -> tuple[list[str], list[dict[str, A
     wrong = [i for i, row in enumerate(rows) if not isinstance(row.get(column), str)]
     if wrong:
         raise DataError(f"{path}: row {wrong[0]} has no text in column {column!r}; expected a text in each", rows=wrong)
-    return [row[column] for row in rows], rows
+    return [row[column] for row in rows]

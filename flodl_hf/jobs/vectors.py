@@ -24,7 +24,7 @@ from flodl_hf.inference.vector_files import ranges_path
 from flodl_hf.jobs.tables import Kind, swapped_column
 from flodl_hf.jobs.tasks import VECTOR
 from flodl_hf.jobs.write import Pieces, Writer, writer_for
-from flodl_hf.readers.rows import Row, RowFault
+from flodl_hf.readers.rows import RowFault
 
 Vectors = NDArray[Any]
 
@@ -90,29 +90,17 @@ def _quantizer(precision: str, target: Path, arrays: Iterable[Vectors]) -> Calla
     return lambda vectors: quantize_embeddings(vectors, precision, ranges=ranges)
 
 
-class _Numpy:
+class _Numpy(Writer):
     """Writer of an array with all vectors."""
 
     def __init__(self, target: Path, held: np.dtype[Any], final: np.dtype[Any], size: int, counted: str | None) -> None:
         self._target, self._held, self._final, self._size, self._counted = target, held, final, size, counted
-
-    def keep(self, row: Row | None) -> None:
-        return None
-
-    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
-        return {}
-
-    def missing(self, kept: None, error: str) -> bytes:
-        raise AssertionError("unreachable: an array has no column of errors")
 
     def lines(self, kept: Sequence[None], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
         rows = np.stack([vector for (vector,) in answers])
         if rows.dtype.kind == "f" and not np.isfinite(rows).all():
             raise RowFault("the vector contains values that are not finite")
         return [rows.astype(self._held, copy=False).tobytes()]
-
-    def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
-        yield from lines
 
     def joined(self, parts: Pieces) -> Iterator[bytes]:
         rows = parts.size // (self._held.itemsize * self._size)
@@ -121,8 +109,7 @@ class _Numpy:
         np.lib.format.write_array_header_1_0(head, {**header, "shape": (rows, self._size)})
         yield head.getvalue()
         if self._counted is None:
-            for part in parts:
-                yield from part
+            yield from super().joined(parts)
             return
         count = _quantizer(self._counted, self._target, map(self._array, parts))
         for part in parts:
@@ -132,7 +119,7 @@ class _Numpy:
         return np.frombuffer(b"".join(part), self._held).reshape(-1, self._size)
 
 
-class _QuantizedLater:
+class _QuantizedLater(Writer):
     """Writer that quantizes vectors when all parts are finished."""
 
     def __init__(

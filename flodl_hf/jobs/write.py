@@ -14,7 +14,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Pieces:
         return iter(self._parts())
 
 
-class Writer(Protocol):
+class Writer:
     """Writer of one format and the columns of one job."""
 
     def keep(self, row: Row | None) -> Any:
@@ -68,15 +68,14 @@ class Writer(Protocol):
         Raises:
             RowFault: the format does not support a value.
         """
-        ...
 
     def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
         """Return the indices of rows whose kept cells do not have the type of their columns."""
-        ...
+        return {}
 
     def missing(self, kept: Any, error: str) -> Any:
         """Return input of `part` for a row without a result."""
-        ...
+        raise NotImplementedError
 
     def lines(self, kept: Sequence[Any], answers: Sequence[tuple[Any, ...]]) -> Iterable[Any]:
         """Return input of `part` for several rows; the bytes do not depend on how rows are divided into calls.
@@ -84,15 +83,16 @@ class Writer(Protocol):
         Raises:
             RowFault: the format does not support a result.
         """
-        ...
+        raise NotImplementedError
 
     def part(self, lines: Iterable[Any]) -> Iterator[bytes]:
         """Yield the bytes of a part."""
-        ...
+        yield from lines
 
     def joined(self, parts: Pieces) -> Iterator[bytes]:
         """Yield the bytes of the complete file."""
-        ...
+        for part in parts:
+            yield from part
 
 
 def writer_for(
@@ -248,7 +248,7 @@ def _strays(values: Mapping[str, Any], columns: Sequence[str]) -> None:
 # ---- JSON lines ----------------------------------------------------------------------------------------
 
 
-class _JsonLines:
+class _JsonLines(Writer):
     """Writer of one JSON object for each line."""
 
     def __init__(
@@ -280,9 +280,6 @@ class _JsonLines:
         _bytes(text)
         return text
 
-    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
-        return {}
-
     def missing(self, kept: str, error: str) -> bytes:
         return _bytes("{" + (kept and f"{kept}, ") + _encode({**self._nothing, ERROR: error})[1:] + "\n")
 
@@ -290,13 +287,6 @@ class _JsonLines:
         columns = [write(values) for write, values in zip(self._columns, zip(*answers, strict=True), strict=True)]
         leads = [cells and f"{cells}, " for cells in kept]
         return [_bytes("".join(map(self._form.__mod__, zip(leads, *columns, strict=True))))]
-
-    def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
-        yield from lines
-
-    def joined(self, parts: Pieces) -> Iterator[bytes]:
-        for part in parts:
-            yield from part
 
 
 # ---- cells ---------------------------------------------------------------------------------------------
@@ -310,7 +300,7 @@ def _quoted(text: str) -> bool:
 _UNFIT = re.compile("[\\t\\r\\n]").search
 
 
-class _Cells:
+class _Cells(Writer):
     """Writer of CSV or TSV with a header."""
 
     def __init__(
@@ -359,9 +349,6 @@ class _Cells:
     def _plain(value: Any) -> str:
         return _encode(value) if isinstance(value, (bool, list, dict, float, int)) else str(_as_text(value))
 
-    def misfits(self, rows: Sequence[Row]) -> dict[int, str]:
-        return {}
-
     def missing(self, kept: list[str], error: str) -> bytes:
         cells = [*kept, *self._nothing, self._cell(" ".join(error.split()))]
         return _bytes(self._delimiter.join(cells) + "\n")
@@ -375,19 +362,15 @@ class _Cells:
             texts = [text or '""' for text in texts]  # readers would ignore an empty line
         return [_bytes(end.join(texts) + end)]
 
-    def part(self, lines: Iterable[bytes]) -> Iterator[bytes]:
-        yield from lines
-
     def joined(self, parts: Pieces) -> Iterator[bytes]:
         yield self._header
-        for part in parts:
-            yield from part
+        yield from super().joined(parts)
 
 
 # ---- Parquet -------------------------------------------------------------------------------------------
 
 
-class _Tables:
+class _Tables(Writer):
     """Writer of Parquet or Arrow: types are those of the input, otherwise of the first rows."""
 
     def __init__(
