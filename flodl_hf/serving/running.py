@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from flodl.errors import DeviceError
 from flodl_hf.serving.app import create_app, reload_on
@@ -38,18 +38,8 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(Protocol):
-    """A server of one HTTP process, or the parent of several."""
-
-    async def serve(self, listener: socket.socket, here: Callable[[], None]) -> None:
-        """Serve until a stop is requested; call ``here`` when requests are answered."""
-
-    def stop(self) -> None:
-        """Finish current requests and stop; thread-safe."""
-
-
 class _SingleProcess:
-    """A server with one HTTP process: this one."""
+    """A server with one HTTP process, this one; it has the methods of `Parent`."""
 
     def __init__(self, settings: Settings) -> None:
         self.app = create_app(settings)
@@ -76,7 +66,7 @@ class _SingleProcess:
         self._server.should_exit = True
 
 
-def _server(settings: Settings) -> _Server:
+def _server(settings: Settings) -> _SingleProcess | Parent:
     return _SingleProcess(settings) if settings.http_processes == 1 else Parent(settings)
 
 

@@ -30,6 +30,13 @@ class WorkersError(FlodlError):
     """Workers cannot be started."""
 
 
+def start_task(made: Awaitable[Any], held: set[asyncio.Task[Any]]) -> None:
+    """Run a coroutine, and keep its task in a set until it ends; the event loop would not keep it."""
+    task = asyncio.ensure_future(made)
+    held.add(task)
+    task.add_done_callback(held.discard)
+
+
 @dataclass(eq=False, kw_only=True)
 class Process(Worker):
     """A worker whose process was started here.
@@ -162,7 +169,7 @@ class Processes:
         await process.child.reaped()
         if not expected:
             LOG.error("worker ended", extra={"said": {"device": process.device, "fault": process.child.end()}})
-            self._task(self._replace(process.device), self._replacing)
+            start_task(self._replace(process.device), self._replacing)
 
     async def _replace(self, device: str) -> None:
         """Start a replacement, unless all models are reloaded meanwhile."""
@@ -179,7 +186,7 @@ class Processes:
                 await asyncio.sleep(min(30.0, 2.0**self._deaths))
                 continue
             if reloads != self._reloads or self._closing:
-                self._task(self._let_go(again), self._tasks)
+                start_task(self._let_go(again), self._tasks)
                 return
             self.restarts += 1
             self._use([*self.here, again])
@@ -201,7 +208,7 @@ class Processes:
         before = self.here
         self._use(new)
         for process in before:
-            self._task(self._let_go(process), self._tasks)
+            start_task(self._let_go(process), self._tasks)
 
     async def close(self) -> None:
         """Let all workers finish their current requests, and end them."""
@@ -212,11 +219,6 @@ class Processes:
         here = self.here
         self._use([])
         await asyncio.gather(*(self._let_go(process) for process in here), *self._tasks)
-
-    def _task(self, made: Awaitable[Any], held: set[asyncio.Task[Any]]) -> None:
-        task = asyncio.ensure_future(made)
-        held.add(task)
-        task.add_done_callback(held.discard)
 
     async def _let_go(self, process: Process) -> None:
         process.leaving = True

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.applications import Starlette
@@ -23,6 +23,7 @@ from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.metrics import Metrics, merged
 from flodl_hf.serving.settings import Settings, freeze_gc
 from flodl_hf.serving.shared_counters import SharedCounters
+from flodl_hf.serving.worker_processes import start_task
 from flodl_hf.serving.workers import Worker
 from flodl_hf.workers.ipc import Link, connect_link, receive_socket
 from flodl_hf.workers.messages import Stream
@@ -84,7 +85,7 @@ class _HttpProcess:
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         loop.add_reader(self._fd_channel.fileno(), self._receive_sockets)
-        self._task(self._ready())
+        start_task(self._ready(), self._tasks)
         await asyncio.wait((serving, link.closed), return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             os._exit(1)  # the parent owns the workers
@@ -104,11 +105,6 @@ class _HttpProcess:
         finally:
             await close_state(self._state)
 
-    def _task(self, made: Awaitable[Any]) -> None:
-        task = asyncio.ensure_future(made)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def _on_message(self, message: dict[str, Any]) -> None:
         """Handle a message of the parent."""
         if "settings" in message:
@@ -117,7 +113,7 @@ class _HttpProcess:
             if self._made.is_set():
                 # Immediately, so that `/metrics` agrees with the parent in every process.
                 self._state.workers.restarts = message["restarts"]
-            self._task(self._use(message["workers"], message["restarts"]))
+            start_task(self._use(message["workers"], message["restarts"]), self._tasks)
         if "of" in message:
             answered, self._scrapes = self._scrapes, []
             for one in answered:
@@ -150,7 +146,7 @@ class _HttpProcess:
             elif number:
                 self._ends[number] = held
             else:
-                self._task(self._connect(held))
+                start_task(self._connect(held), self._tasks)
 
     async def _connect(self, held: socket.socket) -> None:
         held.setblocking(False)
@@ -186,7 +182,7 @@ class _HttpProcess:
             if found:
                 self._used.set()
             for number in self._workers.keys() - {said["number"] for said in listed}:
-                self._task(self._leave(number, self._workers.pop(number)))
+                start_task(self._leave(number, self._workers.pop(number)), self._tasks)
 
     async def _worker(self, number: int, info: dict[str, Any]) -> Worker | None:
         if (known := self._workers.get(number)) is not None:
@@ -197,7 +193,7 @@ class _HttpProcess:
             return None
         link = await connect_link(end, lambda message, arrays: self._state.workers.answered(found, message, arrays))
         found = self._workers[number] = Worker(link, info, float(info["rate"]))
-        self._task(self._listen(number, found))
+        start_task(self._listen(number, found), self._tasks)
         return found
 
     async def _listen(self, number: int, worker: Worker) -> None:

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -26,7 +26,7 @@ from flodl_hf.serving.metrics import Metrics
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.shared_counters import SharedCounters, shared_memory
 from flodl_hf.serving.traces import Traces
-from flodl_hf.serving.worker_processes import Process, Processes, WorkersError
+from flodl_hf.serving.worker_processes import Process, Processes, WorkersError, start_task
 from flodl_hf.workers.ipc import Link, connect_link, send_socket
 from flodl_hf.workers.process import END_S
 from flodl_hf.workers.process import Process as Child
@@ -179,12 +179,6 @@ class Parent:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         os.close(self._memory)
 
-    def _task(self, made: Awaitable[Any], held: set[asyncio.Task[Any]] | None = None) -> None:
-        held = self._tasks if held is None else held
-        task = asyncio.ensure_future(made)
-        held.add(task)
-        task.add_done_callback(held.discard)
-
     # ---- HTTP processes ----------------------------------------------------------------------------
 
     async def _start(self, number: int) -> None:
@@ -204,7 +198,7 @@ class Parent:
             return
         one = _HttpChild(number, child, link, loop.create_future(), began)
         self._children.append(one)
-        self._task(self._watch(one))
+        start_task(self._watch(one), self._tasks)
         with contextlib.suppress(OSError):  # it has ended, which is handled elsewhere
             link.send({"settings": self.settings.to_dict(), "number": number})
         self._send_workers(one)
@@ -227,7 +221,7 @@ class Parent:
         elif one.ready.exception() is None and not self._closing:
             LOG.error("http process ended", extra={"said": {"pid": child.pid, "fault": child.end()}})
             lived = asyncio.get_running_loop().time() - one.since
-            self._task(self._replace(one.number, 0.0 if lived > MIN_UPTIME_S else RESTART_DELAY_S), self._replacing)
+            start_task(self._replace(one.number, 0.0 if lived > MIN_UPTIME_S else RESTART_DELAY_S), self._replacing)
 
     async def _replace(self, number: int, pause_s: float) -> None:
         """Start a replacement after a pause."""
