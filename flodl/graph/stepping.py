@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from flodl.graph.core import nearest_graphs
 from flodl.graph.graph import Graph
-from flodl.graph.nodes import offered
 
 
 class GraphSteps:
@@ -93,5 +92,7 @@ class GraphSteps:
 def _keeps(module: nn.Module) -> bool:
     """Return whether a module, or a module inside it, keeps values from one call to the next."""
     # Watched values of tags are detached when they are collected.
-    own = module.has_state() if isinstance(module, Graph) else offered(module, "detach_state") is not None
-    return own or any(_keeps(child) for child in module._modules.values() if child is not None)
+    return any(
+        part.has_state() if isinstance(part, Graph) else callable(getattr(type(part), "detach_state", None))
+        for part in module.modules()
+    )

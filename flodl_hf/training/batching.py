@@ -276,9 +276,14 @@ def count_steps(options: Options, batches: Any) -> int:
     if isinstance(batches, (FixedBatches, LengthGroupedBatches)):  # as many in each epoch, whatever its order
         steps = options.epochs * -(-len(batches.plan(0)) // options.accumulate)
         return steps if options.max_steps is None else min(steps, options.max_steps)
-    steps = 0
+    return epoch_ends(options, batches, options.accumulate)[-1]
+
+
+def epoch_ends(options: Options, batches: Any, accumulate: int) -> list[int]:
+    """Return the number of optimiser steps after each epoch, until ``max_steps``, with 0 in front."""
+    ends = [0]
     for epoch in range(options.epochs):
-        steps += -(-len(batches.plan(epoch)) // options.accumulate)
-        if options.max_steps is not None and steps >= options.max_steps:
-            return options.max_steps
-    return steps
+        ends.append(ends[-1] + -(-len(batches.plan(epoch)) // accumulate))
+        if options.max_steps is not None and ends[-1] >= options.max_steps:
+            return [*ends[:-1], options.max_steps]
+    return ends

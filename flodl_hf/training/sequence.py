@@ -123,7 +123,8 @@ class SequenceTask(Task):
             for window in group:
                 builder.add(window, i, labels=values[i])
             cut += group[0].truncated
-            weights.append([sum(not special for special in window.special) for window in group])
+            if not training:
+                weights.append([sum(not special for special in window.special) for window in group])
         rows = builder.build()
         if training:
             return Prepared(rows, cut=cut)

@@ -295,13 +295,14 @@ class Triage:
         for key, value in source.items():
             if key in used or key in ignore:
                 continue
-            found = f"{_cut(key)}: found {shown(value, 60)}"
             entry = inert.get(key)
             if entry is not None:
                 self._inert(entry, value, fields, problems, notes)
-            elif key.startswith("_") or _off(value):
                 continue
-            elif key in foreign:
+            if key.startswith("_") or _off(value):
+                continue
+            found = f"{_cut(key)}: found {shown(value, 60)}"
+            if key in foreign:
                 problems.append(
                     f"{found}; expected it absent or off, for {foreign[key].what}. "
                     "transformers without the code of the repository ignores it and gives other numbers than the model "

@@ -212,10 +212,6 @@ class AuxiliaryTask(EmbeddingTask):
         self.start(model)
         return notes
 
-    def conclude(self, model: EncoderModel) -> None:
-        """Take the layer away."""
-        model.beside = None
-
     def _fitting(self, form: Any) -> list[Any]:
         return [loss for loss in self.losses if form in loss.forms]
 

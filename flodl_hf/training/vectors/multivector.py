@@ -30,7 +30,7 @@ from flodl_hf.training.losses import make_loss, read_settings
 from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder
 from flodl_hf.training.task import CHUNK, LengthLimits, Prepared
 from flodl_hf.training.vectors.multivector_step import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL, CollateLate, LateObjective
-from flodl_hf.training.vectors.scorer import NAMES, RETRIEVAL, VectorScorer
+from flodl_hf.training.vectors.scorer import NAMES, RETRIEVAL, VectorScorer, related_texts
 from flodl_hf.training.vectors.step import PARTS, TextRows, rows_of_texts
 from flodl_hf.training.vectors.task import EmbeddingTask
 
@@ -321,16 +321,11 @@ class LateScorer(VectorScorer):
 
 def _retrieval(vectors: Sequence[Sequence[Tensor]], texts: NDArray[np.int64]) -> dict[str, float]:
     """Return how well queries find their documents among all documents, each distinct text once."""
-    corpus, places = np.unique(texts[:, 1:], return_inverse=True)
-    places = places.reshape(texts[:, 1:].shape)
-    documents: list[Any] = [None] * len(corpus)
+    places, first, relevant = related_texts(texts)
+    documents: list[Any] = [None] * (int(places.max()) + 1)
     for row, at in zip(vectors, places, strict=True):
         for vector, place in zip(row[1:], at.tolist(), strict=True):
             documents[place] = vector
-    queries, first, group = np.unique(texts[:, 0], return_index=True, return_inverse=True)
-    relevant: list[set[int]] = [set() for _ in queries]
-    for query, place in zip(group.tolist(), places[:, 0].tolist(), strict=True):
-        relevant[query].add(place)
     deepest = max(k for numbers in RETRIEVAL.values() for k in numbers)
     found = []
     for start in range(0, len(first), QUERIES):

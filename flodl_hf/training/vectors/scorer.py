@@ -98,19 +98,33 @@ class VectorScorer(Scorer):
         return figures
 
 
-def _retrieval(columns: Sequence[Tensor], texts: NDArray[np.int64], _: Any, measure: str) -> dict[str, float]:
-    """Return how well anchors find their positives among all positives and negatives, each distinct text once."""
+def related_texts(texts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], list[set[int]]]:
+    """Return the corpus of distinct positives and negatives, and the distinct anchors.
+
+    Args:
+        texts: as in `HeldOut`.
+
+    Returns:
+        The place of each text in the corpus, ``(examples, texts - 1)``; the first example of each distinct anchor;
+        and for each of these anchors the places of its positives.
+    """
     there = texts[:, 1:] >= 0
-    corpus, found = np.unique(texts[:, 1:][there], return_inverse=True)
-    vectors = torch.zeros(len(corpus), columns[0].shape[1])
     places = np.zeros(there.shape, np.int64)
-    places[there] = found
-    for k, column in enumerate(columns[1:]):
-        vectors[torch.from_numpy(places[there[:, k], k])] = column[torch.from_numpy(there[:, k])]
+    places[there] = np.unique(texts[:, 1:][there], return_inverse=True)[1]
     anchors, first, group = np.unique(texts[:, 0], return_index=True, return_inverse=True)
     relevant: list[set[int]] = [set() for _ in anchors]
     for anchor, place in zip(group.tolist(), places[:, 0].tolist(), strict=True):
         relevant[anchor].add(place)
+    return places, first, relevant
+
+
+def _retrieval(columns: Sequence[Tensor], texts: NDArray[np.int64], _: Any, measure: str) -> dict[str, float]:
+    """Return how well anchors find their positives among all positives and negatives, each distinct text once."""
+    there = texts[:, 1:] >= 0
+    places, first, relevant = related_texts(texts)
+    vectors = torch.zeros(places.max() + 1, columns[0].shape[1])
+    for k, column in enumerate(columns[1:]):
+        vectors[torch.from_numpy(places[there[:, k], k])] = column[torch.from_numpy(there[:, k])]
     return retrieval_figures(columns[0][torch.from_numpy(first)], vectors, relevant, at=RETRIEVAL, measure=measure)
 
 

@@ -19,6 +19,7 @@ from flodl.errors import ConfigError
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.sparse import SpladePooling
 from flodl_hf.nn.layout.segments import largest_of_texts
+from flodl_hf.training.batching import epoch_ends
 from flodl_hf.training.losses import make_loss, read_settings
 from flodl_hf.training.losses.pairs import (
     AnglELoss,
@@ -232,14 +233,7 @@ class SparseTask(EmbeddingTask):
 
     def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateTexts:
         """Return the collate function, which adds the share of the penalty."""
-        options = self.options
-        starts, steps = [], 0
-        for epoch in range(options.epochs):
-            starts.append(steps)
-            steps += -(-len(batches.plan(epoch)) // accumulate)
-            if options.max_steps is not None and steps >= options.max_steps:
-                steps = options.max_steps
-                break
+        *starts, steps = epoch_ends(self.options, batches, accumulate)
         rising = Rising(self.losses[0], tuple(starts), accumulate, steps)
         return replace(super().collate(usual, rows, batches, accumulate), further=rising)
 

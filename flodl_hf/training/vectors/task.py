@@ -266,6 +266,10 @@ class EmbeddingTask(Task):
     def _evaluated(self) -> bool:
         return bool(self._guides.get("evaluated"))
 
+    def conclude(self, model: EncoderModel) -> None:
+        """Detach the additional module, if any."""
+        model.beside = None
+
     def bounds(self, model: EncoderModel) -> list[int]:
         """Return the maximum tokens of a text in the folder, if stated."""
         recipe = model.sentence_recipe

@@ -252,10 +252,6 @@ class DenoisingTask(EmbeddingTask):
         self.start(model)
         return super().settle(model)
 
-    def conclude(self, model: EncoderModel) -> None:
-        """Take the decoder away."""
-        model.beside = None
-
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the examples as rows; rows that are reconstructed include the word numbers of their tokens."""
         self._guides["words"] = training or read_table(examples, self.options.columns, "eval").form == "texts"
