@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl.errors import DataError
-from flodl_hf.training.evaluation import CollectedValues
+from flodl.metrics import Accuracy
 from flodl_hf.training.losses import plain_name
 from flodl_hf.training.losses.pairs import EmbedDistillLoss, Form, VectorLoss
 from flodl_hf.training.options import Options
@@ -228,14 +228,9 @@ class ClassScorer(Scorer):
     """
 
     def __init__(self, labels: Any) -> None:
-        super().__init__(CollectedValues())
+        super().__init__(Accuracy())
         self.labels = labels
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Add the scores of one pair, ``[(1, classes)]``."""
-        self.parts[0].update(example, int(scores[0].reshape(-1).argmax()) == int(self.labels[example]))
-
-    def compute(self) -> dict[str, float]:
-        """Return the accuracy."""
-        found = self.parts[0].items.values()
-        return {"accuracy": sum(found) / len(found) if found else float("nan")}
+        self.parts[0].update(scores[0], torch.tensor([int(self.labels[example])]))

@@ -30,7 +30,7 @@ from flodl_hf.training.losses import make_loss, read_settings
 from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder
 from flodl_hf.training.task import CHUNK, LengthLimits, Prepared
 from flodl_hf.training.vectors.multivector_step import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL, CollateLate, LateObjective
-from flodl_hf.training.vectors.scorer import NAMES, RETRIEVAL, VectorScorer, related_texts
+from flodl_hf.training.vectors.scorer import METRICS, RETRIEVAL, VectorScorer, related_texts
 from flodl_hf.training.vectors.step import PARTS, TextRows, rows_of_texts
 from flodl_hf.training.vectors.task import EmbeddingTask
 
@@ -306,7 +306,7 @@ class LateScorer(VectorScorer):
 
     def compute(self) -> dict[str, float]:
         """Return the metrics; NaN without examples."""
-        names = NAMES[self.truth.form]
+        names = METRICS[self.truth.form].names
         if not self.kept.items:
             return dict.fromkeys(names, math.nan)
         examples = sorted(self.kept.items)

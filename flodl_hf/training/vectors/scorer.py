@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,32 +23,7 @@ from flodl_hf.training.evaluators import (
 from flodl_hf.training.losses.pairs import Form
 from flodl_hf.training.task import Scorer
 
-MAIN: dict[Form, str] = {
-    "pairs": "ndcg@10",
-    "triplets": "ndcg@10",
-    "scored": "spearman",
-    "binary": "ap",
-    "pair_classes": "-eval_loss",
-    "classes": "neighbour_accuracy",
-    "texts": "-eval_loss",
-    "teacher_scores": "triplet_accuracy",
-    "teacher_vectors": "-eval_loss",
-}
-"""The metric that selects the best model."""
-
 RETRIEVAL = {"accuracy": (), "precision": (), "recall": (1, 10), "mrr": (10,), "ndcg": (10,), "map": (100,)}
-FOUND = ("recall@1", "recall@10", "mrr@10", "ndcg@10", "map@100")
-NAMES: dict[Form, tuple[str, ...]] = {
-    "pairs": FOUND,
-    "triplets": (*FOUND, "triplet_accuracy"),
-    "scored": ("pearson", "spearman"),
-    "binary": ("accuracy", "accuracy_threshold", "f1", "f1_threshold", "precision", "recall", "ap", "mcc"),
-    "pair_classes": (),
-    "classes": ("neighbour_accuracy", "v_measure"),
-    "texts": (),
-    "teacher_scores": ("triplet_accuracy",),
-    "teacher_vectors": (),
-}
 
 
 @dataclass(frozen=True)
@@ -87,14 +62,14 @@ class VectorScorer(Scorer):
     def compute(self) -> dict[str, float]:
         """Return the metrics; NaN without examples."""
         if not self.kept.items:
-            return dict.fromkeys(NAMES[self.truth.form], math.nan)
+            return dict.fromkeys(METRICS[self.truth.form].names, math.nan)
         examples = sorted(self.kept.items)
         columns = torch.from_numpy(np.stack([self.kept.items[i] for i in examples])).unbind(1)
         texts = self.truth.texts[examples]
         labels = None if self.truth.labels is None else self.truth.labels[examples]
         figures: dict[str, float] = {}
-        for judge in _METRICS[self.truth.form]:
-            figures |= judge(columns, texts, labels, self.measure)
+        for compute in METRICS[self.truth.form].functions:
+            figures |= compute(columns, texts, labels, self.measure)
         return figures
 
 
@@ -139,15 +114,42 @@ def _triplets(columns: Sequence[Tensor], texts: Any, labels: Any, measure: str) 
     return {"triplet_accuracy": float(np.average(parts, weights=counts)) if parts else math.nan}
 
 
-_Judge = Callable[[Sequence[Tensor], NDArray[np.int64], Any, str], dict[str, float]]
-_METRICS: dict[Form, tuple[_Judge, ...]] = {
-    "pairs": (_retrieval,),
-    "triplets": (_retrieval, _triplets),
-    "scored": (lambda columns, _, labels, by: similarity_figures(columns[0], columns[1], labels, measure=by),),
-    "binary": (lambda columns, _, labels, by: binary_figures(columns[0], columns[1], labels, measure=by),),
-    "pair_classes": (),
-    "classes": (lambda columns, _, labels, by: clustering_figures(columns[0], labels),),
-    "texts": (),
-    "teacher_scores": (_triplets,),
-    "teacher_vectors": (),
+def _similarities(columns: Sequence[Tensor], _: Any, labels: Any, measure: str) -> dict[str, float]:
+    return similarity_figures(columns[0], columns[1], labels, measure=measure)
+
+
+def _binary(columns: Sequence[Tensor], _: Any, labels: Any, measure: str) -> dict[str, float]:
+    return binary_figures(columns[0], columns[1], labels, measure=measure)
+
+
+def _clusters(columns: Sequence[Tensor], _: Any, labels: Any, measure: str) -> dict[str, float]:
+    return clustering_figures(columns[0], labels)
+
+
+class FormMetrics(NamedTuple):
+    """Metrics of a form of data.
+
+    Attributes:
+        main: the metric that selects the best model.
+        names: names of all metrics.
+        functions: called with columns of vectors, texts, labels and measure, return the metrics.
+    """
+
+    main: str = "-eval_loss"
+    names: tuple[str, ...] = ()
+    functions: tuple[Callable[[Sequence[Tensor], NDArray[np.int64], Any, str], dict[str, float]], ...] = ()
+
+
+_FOUND = ("recall@1", "recall@10", "mrr@10", "ndcg@10", "map@100")
+_OF_BINARY = ("accuracy", "accuracy_threshold", "f1", "f1_threshold", "precision", "recall", "ap", "mcc")
+METRICS: dict[Form, FormMetrics] = {
+    "pairs": FormMetrics("ndcg@10", _FOUND, (_retrieval,)),
+    "triplets": FormMetrics("ndcg@10", (*_FOUND, "triplet_accuracy"), (_retrieval, _triplets)),
+    "scored": FormMetrics("spearman", ("pearson", "spearman"), (_similarities,)),
+    "binary": FormMetrics("ap", _OF_BINARY, (_binary,)),
+    "pair_classes": FormMetrics(),
+    "classes": FormMetrics("neighbour_accuracy", ("neighbour_accuracy", "v_measure"), (_clusters,)),
+    "texts": FormMetrics(),
+    "teacher_scores": FormMetrics("triplet_accuracy", ("triplet_accuracy",), (_triplets,)),
+    "teacher_vectors": FormMetrics(),
 }

@@ -19,7 +19,7 @@ from flodl_hf.training.masked import words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
-from flodl_hf.training.vectors.scorer import MAIN, NAMES, HeldOut, VectorScorer
+from flodl_hf.training.vectors.scorer import METRICS, HeldOut, VectorScorer
 from flodl_hf.training.vectors.step import CollateTexts, TextBatches, TextRows, VectorObjective, rows_of_texts
 from flodl_hf.training.vectors.tables import TextTable, expect_equal_widths, read_table
 
@@ -60,7 +60,7 @@ class EmbeddingTask(Task):
     """Whether examples may have different numbers of texts, if the loss takes them."""
 
     def __post_init__(self) -> None:
-        self._settle(main_metric=MAIN[self._first.form])
+        self._settle(main_metric=METRICS[self._first.form].main)
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
@@ -147,7 +147,7 @@ class EmbeddingTask(Task):
         `encode`. Forms without metrics have the prompts of the loss.
         """
         recipe = self._guides["recipe"]
-        if not NAMES[table.form] or recipe.late is not None or not recipe.include_prompt:
+        if not METRICS[table.form].names or recipe.late is not None or not recipe.include_prompt:
             return table.prompted(self.options.prompts)
         if table.form not in ("pairs", "triplets", "teacher_scores"):
             return table.prompted(recipe.resolve_prompt("finetune"))
