@@ -21,17 +21,13 @@ from flodl_hf.readers import Targets, infer_targets
 from flodl_hf.readers.columns import NAMES, Columns
 from flodl_hf.readers.faults import check_texts, refuse_rows
 from flodl_hf.training.rows import EncodedRows, RowBuilder
+from flodl_hf.training.step import PROBLEM_TYPES
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks, label_names
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-_PROBLEM = {
-    "single_label": "single_label_classification",
-    "multi_label": "multi_label_classification",
-    "regression": "regression",
-}
-_KINDS = {problem: kind for kind, problem in _PROBLEM.items()}
+_KINDS = {problem: kind for kind, problem in PROBLEM_TYPES.items()}
 BUFFER = 1024
 
 
@@ -56,7 +52,7 @@ class SequenceTask(Task):
     def __post_init__(self) -> None:
         kind = self.targets.kind
         metric = {"single_label": "accuracy", "multi_label": "f1", "regression": "-mse"}[kind]
-        self._settle(kind=kind, problem_type=_PROBLEM[kind], main_metric=metric)
+        self._settle(kind=kind, problem_type=PROBLEM_TYPES[kind], main_metric=metric)
 
     @classmethod
     def plan(cls, source: Source) -> SequenceTask:
@@ -192,7 +188,7 @@ class _Scorer(Scorer):
 
     def _of_windows(self, scores: Tensor, weights: Sequence[int]) -> Tensor:
         """Return scores with the mean probabilities of the windows, as `predict` computes them."""
-        activation = activation_for(_PROBLEM[self.kind], scores.shape[-1])
+        activation = activation_for(PROBLEM_TYPES[self.kind], scores.shape[-1])
         owners = np.zeros(len(scores), np.int64)
         mean = mean_over_windows(class_scores(scores, activation), owners, 1, weights)[0].double()
         if activation == "sigmoid":

@@ -142,11 +142,12 @@ def mixed(value: Tensor) -> Tensor:
 Kind = Literal[
     "single_label", "multi_label", "regression", "tokens", "words", "spans", "vectors", "choices", "pairs", "replaced"
 ]
-_PROBLEM = {
+PROBLEM_TYPES = {
     "single_label": "single_label_classification",
     "multi_label": "multi_label_classification",
     "regression": "regression",
 }
+"""Values of ``problem_type`` in ``config.json``, by kind."""
 
 
 def score(model: Any, batch: Any) -> Tensor:
@@ -268,7 +269,7 @@ class Objective:
         if self.kind == "multi_label" and self.weights is not None:
             weight = _on(self.weights, scores.dtype, scores.device)
             return F.binary_cross_entropy_with_logits(scores, labels, weight=weight)
-        return classification_loss(scores, labels, _PROBLEM[self.kind])
+        return classification_loss(scores, labels, PROBLEM_TYPES[self.kind])
 
     def _texts_of(self, scores: Tensor, labels: Tensor, real: Tensor) -> Loss:
         """Return the loss of the texts that are no padding."""
