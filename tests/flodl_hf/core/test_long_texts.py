@@ -113,6 +113,12 @@ def test_vectors_of_tokens_are_of_a_truncated_text(make: Maker) -> None:
         make("bert", "base").encode([LONG], output_value="token_embeddings", long_texts="error")
 
 
+def test_chunks_refuse_the_option_and_list_theirs(make: Maker) -> None:
+    with pytest.raises(TypeError) as refused:
+        make("bert", "base").embed_chunks(["a cat"], long_texts="error")
+    assert all(name in str(refused.value) for name in ("long_texts", "precision", "token_budget", "progress"))
+
+
 @pytest.mark.filterwarnings("ignore:.*truncated")
 def test_the_command_line_has_one_option(saved: Callable[..., Path], tmp_path: Path) -> None:
     testing = pytest.importorskip("typer.testing")

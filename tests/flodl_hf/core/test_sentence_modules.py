@@ -348,6 +348,8 @@ def test_colberts_files_give_a_vector_a_token(saved: Saved, tmp_path: Path, atte
             torch.testing.assert_close(scores[i, j], (query @ document.T).amax(1).sum())
     assert torch.equal(model.embed_tokens(TEXTS[0]), model.embed_tokens(TEXTS[:1])[0])
     assert model.embed_tokens([]) == []
+    with pytest.raises(TypeError, match=r"'long_texts'.* expected one of precision"):
+        model.embed_tokens(TEXTS, long_texts="error")
     out = model.save_pretrained(tmp_path / "out")
     for name in ("model.safetensors", "config.json", "artifact.metadata"):
         assert (out / name).read_bytes() == (folder / name).read_bytes(), name
