@@ -4,7 +4,7 @@ The pieces: `Trainer` (the loop), `Step` (one optimiser step), `Loss` (a sum and
 events to subscribe to, optimiser factories and parameter groups. How ranks share work is in
 `flodl.distributed`; what batches are in `flodl.data`.
 
-To read it: `settings`, `trainer` (the loop), `parts` (what a run consists of); then `step`.
+To read it: `settings`, `trainer` (the parts of a run and the loop), `ends` (its start and end); then `step`.
 """
 
 from flodl.train.callback import Callback, Profiler

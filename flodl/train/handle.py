@@ -24,7 +24,7 @@ from flodl.train.callback import Guarded
 from flodl.train.events import EpochMetrics, Event, Events, Observed, RunFailed, StepDone
 from flodl.train.plan import GivenModel, RunPlan
 from flodl.train.saving.state import model_state
-from flodl.train.snapshots import ModelSnapshot, ModelWeights, Tensors, unpack_weights
+from flodl.train.snapshots import ModelSnapshot, ModelWeights, Tensors, pack_weights, unpack_weights
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ class Handle:
 
     Args:
         plan: the run.
-        run_rank: called as ``run_rank(ranks, plan)`` in each process; returns the packed weights on rank 0.
+        make_trainer: called with the plan in each process; returns its trainer.
 
     Attributes:
         world_size: number of ranks.
         devices: name of the device of each rank.
     """
 
-    def __init__(self, plan: RunPlan, run_rank: Callable[[Ranks, RunPlan], bytes | None]) -> None:
+    def __init__(self, plan: RunPlan, make_trainer: Callable[[RunPlan], Any]) -> None:
         names, settings = plan.settings.device_names, plan.settings
         self.world_size = len(names)
         usual = [f"cuda:{rank % cuda_count()}" if cuda_count() else "cpu" for rank in range(self.world_size)]
@@ -150,8 +150,8 @@ class Handle:
         sent = replace(plan, settings=own, subscribers=(), metrics_fn=None, listening=listening)
         try:
             self._crew = launch(
-                run_rank,
-                (sent,),
+                _run_rank,
+                (sent, make_trainer),
                 ranks=self.world_size,
                 device=None if None in names else self.devices,
                 start=plan.start,
@@ -299,3 +299,25 @@ class SendEvents:
         of_step = isinstance(event, StepDone) or (isinstance(event, Observed) and event.scope == "step")
         if not (self._skipped and of_step):
             self.pipe.send(("event", event))
+
+
+def _run_rank(ranks: Ranks, plan: RunPlan, make_trainer: Callable[[RunPlan], Any]) -> bytes | None:
+    """Train as one rank, and return the packed weights on rank 0."""
+
+    def ask_starter(metrics: EpochMetrics) -> Any:
+        ranks.pipe.send(("metrics", metrics))
+        return ranks.pipe.recv()
+
+    trainer = make_trainer(replace(plan, metrics_fn=ask_starter)).prepare(ranks)
+    if plan.listening and ranks.rank == 0:
+        trainer.events.subscribe(SendEvents(ranks.pipe, every_s=0.1 if plan.listening == "some" else 0.0))
+    try:
+        trainer.train()
+    except TrainInterrupted as stop:
+        if ranks.rank == 0:
+            ranks.pipe.send(("stopped", (stop.step, stop.folder, pack_weights(stop.trained))))
+        raise
+    if ranks.rank and not trainer.sharded:
+        return None
+    trained = Trained.of(trainer.model, keep=ranks.rank == 0)
+    return pack_weights(trained) if ranks.rank == 0 else None

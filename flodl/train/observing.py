@@ -112,23 +112,6 @@ class Observing:
         """Add the metrics of an evaluation, equal on all ranks."""
         self.note("evaluation", {"eval_loss" if name == "loss" else name: v for name, v in figures.items()})
 
-    def due(self, steps: int) -> bool:
-        """Return whether a window of ``trend_every`` steps has ended."""
-        every = self.settings.trend_every
-        return bool(every and self.rules and self._looked_at // every < steps // every)
-
-    def end_window(self, tally: Tally, steps: int, *, shared_loss: bool) -> None:
-        """Add a value of the last window of steps to each trend; all ranks must call this after the same step.
-
-        Args:
-            tally: totals of this rank.
-            shared_loss: whether each rank has the loss of all ranks.
-        """
-        parts = self.ranks.gather(_less(tally.to_dict(), self.before))
-        self._looked_at, self.before = steps, tally.to_dict()
-        figures = epoch_metrics(parts, shared_loss=shared_loss, epoch=0, step=steps, evaluated={})
-        self._note(figures, means(parts, "observed"))
-
     def end_epoch(self, metrics: EpochMetrics, parts: Sequence[Mapping[str, Any]]) -> Observed | None:
         """End an epoch of all graphs, and return its watched values; None if there are none.
 
@@ -172,15 +155,24 @@ class Observing:
 
     # ---- rules ---------------------------------------------------------------------------------------
 
-    def decide(self, step: int, epochs: int) -> list[Decided]:
-        """Apply the rules with a true condition, and return them; all ranks call this at the same points.
+    def apply_rules(self, trainer: Any, flags: Sequence[float] = ()) -> None:
+        """Apply the rules if their trends have new values; all ranks call this after the same step."""
+        steps, every = trainer.policy.steps, self.settings.trend_every
+        if every and self.rules and self._looked_at // every < steps // every:
+            trainer.log.settle(trainer.tally)
+            tally = trainer.tally.to_dict()
+            parts = self.ranks.gather(_less(tally, self.before))
+            self._looked_at, self.before = steps, tally
+            shared = trainer.step_.share_gradients
+            figures = epoch_metrics(parts, shared_loss=shared, epoch=0, step=steps, evaluated={})
+            self._note(figures, means(parts, "observed"))
+        for decided in self._decide(steps, trainer.epoch_number) if self._has_new_values else ():
+            trainer.events.emit(decided)
+            trainer.step_.loaded()
+            trainer.stopping = trainer.stopping or decided.action == "stop"
 
-        Args:
-            step: steps that are done.
-            epochs: epochs that are done.
-        """
-        if not self._has_new_values:
-            return []
+    def _decide(self, step: int, epochs: int) -> list[Decided]:
+        """Act by the rules with a true condition, and return them."""
         self._has_new_values = False
         trends = {name: Trend(values, name) for kind in KINDS for name, values in self.values[kind].items()}
         context = RuleContext(trends, epochs, step)

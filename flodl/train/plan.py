@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from flodl.distributed.average import model_tensors
 from flodl.distributed.group import Ranks, join_ranks, under_torchrun
+from flodl.distributed.sharded import shard_model, spread
 from flodl.errors import TrainError
 from flodl.train.callback import Callback, Hooks
 from flodl.train.events import EpochMetrics, Event
@@ -19,6 +21,8 @@ from flodl.train.feed import as_feed, check_data, gives_batches
 from flodl.train.observing import Observing
 from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
 from flodl.train.optim.rates import make_schedule
+from flodl.train.precision import Precision
+from flodl.train.saving.state import check_same_model, seed_all
 from flodl.train.settings import Settings, check_settings
 from flodl.train.step.host import TrainStep
 
@@ -150,6 +154,36 @@ class RunPlan:
                 if not isinstance(maker, torch.optim.Optimizer):
                     made = observing.optimizer(lambda: make_optimizer(model, maker, groups))
                     make_schedule(self.settings.schedule, made)
+
+    def make_model(self, ranks: Ranks) -> tuple[nn.Module, Precision]:
+        """Return the model on the device of this rank with the weights of rank 0, and its precision.
+
+        Raises:
+            TrainError: ranks with different models, or settings that cannot be combined.
+        """
+        settings = self.settings
+        ranks.phase("model build")
+        model = self.model_factory(ranks.device)
+        check_settings(settings, world=ranks.world, run=self)
+        is_sharded = settings.shard is not None and not ranks.solo
+        if not is_sharded:  # a sharded model is moved layer by layer
+            model = model.to(ranks.device)
+        check_same_model(ranks, model)
+        ranks.phase("first broadcast")
+        if is_sharded:
+            spread(model, ranks)
+        else:
+            with torch.no_grad():
+                ranks.copy_from(0, model_tensors(model))
+        seed_all(settings.seed + ranks.rank)
+        if settings.deterministic:
+            torch.use_deterministic_algorithms(True)
+        precision = Precision(settings.precision, ranks.device)
+        if is_sharded:
+            # Kernels of prepared layers may require float32 parameters.
+            plain = not getattr(settings.prepare_model, "needs_float32", False) or ranks.device.type == "cpu"
+            shard_model(model, ranks, precision.products if plain else None)
+        return model, precision
 
     def _sizes(self) -> dict[str, Any]:
         """Return the settings that determine the batches of training data."""

@@ -1,44 +1,60 @@
 """The Trainer: one class for complete runs, and for loops that users write.
 
-`Trainer.fit` starts ranks if there are several devices. On each rank `flodl.train.parts` creates the parts of the run,
-and `Trainer.train` is the loop. A step is computed in `flodl.train.step`; `flodl.distributed.policy` determines which
-batches a rank gets and when ranks average, and `flodl.train.saving` writes checkpoints.
+`Trainer.fit` starts ranks if there are several devices. On each rank `Trainer.prepare` creates the parts of the run,
+and `Trainer.train` is the loop; `flodl.train.ends` begins and ends runs and epochs. A step is computed in
+`flodl.train.step`; `flodl.distributed.policy` determines which batches a rank gets and when ranks average, and
+`flodl.train.saving` writes checkpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from flodl.distributed.group import Ranks, is_first_rank, launched_world
+from flodl.distributed.local_steps import LocalSteps
+from flodl.distributed.policy import Choice, choose_policy, make_policy
 from flodl.distributed.rounds import Round
 from flodl.distributed.sync import Sync
-from flodl.errors import TrainError, TrainInterrupted
-from flodl.train.audience import Audience
+from flodl.errors import TrainError
+from flodl.graph.graph import Graph
+from flodl.monitor.timeline import Timeline
+from flodl.train import ends, own_loop
+from flodl.train.audience import Audience, callbacks_of
 from flodl.train.builder import TrainerBuilder
-from flodl.train.events import EpochMetrics, Event, Synced
+from flodl.train.callback import Guarded, Hooks
+from flodl.train.evaluate import Evaluator
+from flodl.train.events import EpochMetrics, Event, Events, Synced, Warned
 from flodl.train.feed import Feed, Share
-from flodl.train.handle import Handle, SendEvents, Trained
-from flodl.train.optim.optimizers import OptimizerMaker
-from flodl.train.own_loop import OwnLoop
-from flodl.train.parts import TrainerParts
+from flodl.train.handle import Handle, Trained
+from flodl.train.observing import Observing
+from flodl.train.optim.ema import WeightAverage
+from flodl.train.optim.optimizers import OptimizerMaker, check_learners, make_optimizer, unoptimised
+from flodl.train.optim.rates import Rates
+from flodl.train.own_loop import OwnStep
 from flodl.train.plan import GivenModel, RunPlan, model_factory_of
-from flodl.train.requests import SAVE
+from flodl.train.requests import Requests
+from flodl.train.saving.keeper import Keeper
+from flodl.train.saving.state import identity, seed_all
 from flodl.train.settings import check_settings, make_settings
-from flodl.train.snapshots import ModelSnapshot, pack_weights
+from flodl.train.snapshots import ModelSnapshot, Snapshots
 from flodl.train.step.host import TrainStep
 from flodl.train.step.outcome import StepResult
-from flodl.train.steplog import Tally, epoch_metrics
+from flodl.train.step.route import choose_route, make_step, without_history
+from flodl.train.steplog import StepLog, Tally
 from flodl.train.trials import RateSearch, Rehearsal, fit_micro_batch, rehearse, search_rates
 
 
-class Trainer(TrainerParts):
+class Trainer:
     """Trains one model on one device or many.
 
     ::
@@ -116,7 +132,7 @@ class Trainer(TrainerParts):
         chosen = trainer.plan.settings
         check_settings(chosen, world=launched_world() if ranks is None else ranks.world, own_loop=True)
         trainer.prepare(ranks or trainer.plan.join_ranks())
-        trainer._own = OwnLoop(trainer)
+        trainer.own_step = OwnStep()
         return trainer
 
     # ---- running -------------------------------------------------------------------------------------
@@ -146,7 +162,7 @@ class Trainer(TrainerParts):
         plan, ranks = self.plan, self._given_ranks
         plan.check(launched_world(plan.world) if ranks is None else ranks.world)
         if ranks is None and plan.world > 1:
-            return Handle(plan, _run_rank).join()
+            return Handle(plan, self.from_plan).join()
         first = is_first_rank() if ranks is None else ranks.rank == 0
         with Audience(plan.settings, plan.subscribers, first=first, total=plan.total) as audience:
             return self._fit_here(audience)
@@ -158,7 +174,7 @@ class Trainer(TrainerParts):
             TrainError: data or train_step are missing, or a function cannot be sent to a new process.
         """
         self.plan.check(self.plan.world)
-        return Handle(self.plan, _run_rank)
+        return Handle(self.plan, self.from_plan)
 
     def subscribe(self, call: Callable[[Any], Any], *kinds: type[Event]) -> Self:
         """Call ``call(event)`` in this process for the events of rank 0 of these kinds, all kinds by default.
@@ -210,20 +226,96 @@ class Trainer(TrainerParts):
         factory = None if self.sharded else GivenModel(self.model)
         return replace(trained, metrics=metrics, in_place=not self.sharded, _factory=factory)
 
+    # ---- the parts of the run --------------------------------------------------------------------------
+
+    def prepare(self, ranks: Ranks) -> Self:
+        """Create the parts of the run on this rank; all ranks call this together.
+
+        Raises:
+            TrainError: invalid combinations of settings, or ranks with different models.
+        """
+        plan = self.plan
+        settings = replace(plan.settings, resume=True) if ranks.attempt else plan.settings
+        self.settings, self.ranks = settings, ranks
+        self.train_step, self.metrics_fn = plan.train_step, Guarded(plan.metrics_fn, "metrics_fn")
+        seed_all(settings.seed)
+        self.feed, evals = plan.feeds(ranks.device)
+        self.events = Events(ranks.rank)
+        self.sharded = settings.shard is not None and not ranks.solo
+        model, self.precision = plan.make_model(ranks)
+        self.model = model
+        self.observing = Observing(model, ranks, settings)
+        self.graphs = self.observing.graphs
+        self.optimizer = self.observing.optimizer(
+            lambda: make_optimizer(model, plan.optimizer_factory, settings.parameter_groups)
+        )
+        self._unoptimised = set(unoptimised(model, self.optimizer))
+        self.rates = Rates(self.optimizer, settings.schedule, ranks.world, settings.lr_scale_ratio)
+        if isinstance(self.rates.schedule, LRScheduler) and any(r.action == "rate" for r in self.observing.rules):
+            raise TrainError("rules: found set_rate with a torch LRScheduler; expected a function of the step.")
+        self.identity = identity(model, self.optimizer, self.rates.schedule)
+        self.log = StepLog(self.events, every=settings.log_every, on_nan=settings.on_nan)
+        self.evaluator = Evaluator(self, evals, plan.eval_fn)
+        self.requests = Requests(ranks)
+        self.hooks = Hooks(self, (*callbacks_of(settings), *plan.functions))
+        ema = settings.average
+        self.average = None if ema is None else WeightAverage(model, ema.decay, warmup=ema.warmup)
+        # torch refuses statistics over a single row.
+        norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        self.min_rows = 2 if norms else 1
+        self.timeline: Timeline | None = None
+        self.epoch_number = self.step_number = 0  # of the step whose batches come next, as schedules count them
+        self.last_step = float("inf") if settings.max_steps is None else settings.max_steps
+        self.stopping, self.tally = False, Tally()
+        self._since = time.perf_counter()
+        self.pending: Sequence[float] = ()  # flags that are handled when the epoch is closed
+        self.earlier_s, self.began_s = 0.0, time.monotonic()
+        self.changes: list[Any] = []
+        together = f"shard={settings.shard!r}" if self.sharded else "ema" if ema is not None else None
+        self.use_policy(choose_policy(ranks, settings.policy, together=together))
+        self.saves = Keeper(self) if settings.folder else None
+        self.snapshots = Snapshots(self)
+        # What the features of this run do after and between steps.
+        self.after_step: list[Callable[[StepResult], Any]] = []
+        if self.average is not None:
+            self.after_step.append(self.average.after_step)
+        if any(isinstance(module, Graph) for module in model.modules()):
+            self.after_step.append(lambda result: self.graphs.end_step())
+        self.between_steps: list[Callable[[Sequence[float]], Any]] = []
+        if self.evaluator.evaluates:
+            self.between_steps.append(self.evaluator.between_steps)
+        if settings.rules:
+            self.between_steps.append(partial(self.observing.apply_rules, self))
+        if self.saves is not None:
+            self.between_steps.append(self.saves.between_steps)
+        return self
+
+    def use_policy(self, choice: Choice) -> None:
+        """Set the policy of the run, and create the step that belongs to it."""
+        # Shards differ between ranks, so there is nothing to compare.
+        knobs = replace(self.settings.knobs, check_every=0) if self.sharded else self.settings.knobs
+        self.policy_choice = choice
+        self.policy = policy = make_policy(choice.name, self.ranks, self.model, knobs)
+        if isinstance(policy, LocalSteps):
+            policy.due = lambda steps, flags: (
+                any(flags) or policy.steps >= self.last_step or (self.saves is not None and self.saves.due)
+            )
+        self.step_ = make_step(self)
+
     # ---- the loop ------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Run until the last epoch, or a reason to stop."""
         assert self.train_step is not None
         assert self.feed is not None
-        with self.running():
-            self.restore()
-            self.begin()
+        with ends.running(self):
+            ends.restore(self)
+            ends.begin(self)
             step = self.step_  # another one if the policy of the checkpoint differs
-            step.train_step = self.without_history(self.train_step)
+            step.train_step = without_history(self.train_step, self.graphs)
             if self.settings.micro_batch_size == "auto":
                 fit_micro_batch(self)
-            self.choose_route()
+            choose_route(self)
             while self.epoch_number < self.settings.num_epochs and not self.stopping:
                 for position, batches in self.steps(self.feed):
                     result = step.run(batches, step=self.step_number, flags=self.requests.flags())
@@ -231,8 +323,8 @@ class Trainer(TrainerParts):
                     if self.stopping:
                         break
                 if not self.stopping:
-                    self.end_epoch()
-            self.end()
+                    ends.end_epoch(self)
+            ends.end(self)
 
     def steps(self, feed: Feed) -> Iterator[tuple[int, list[Any]]]:
         """Yield the position in the epoch and the micro-batches of this rank, one optimiser step at a time."""
@@ -240,7 +332,7 @@ class Trainer(TrainerParts):
         self.hooks.call("on_epoch_begin", epoch)
         self.observing.refresh()
         self.step_.invalidate_if_changed()
-        self.check_learners()
+        check_learners(self.model, self.optimizer, self._unoptimised, epoch)
         self.wall_ms()
         total, times_steps, alone = feed.turns(epoch), ranks.device.type == "cuda", ranks.solo
         self.step_number = policy.lr_step
@@ -261,10 +353,10 @@ class Trainer(TrainerParts):
                 else:
                     ranks.phase("data", self.step_number)
             if done != turns[-1]:
-                self._ran_out()
+                ends.run_out(self)
                 return
         if not total:
-            self._ran_out()
+            ends.run_out(self)
 
     def end_step(self, position: int, result: StepResult) -> None:
         """Report a step, and act if all ranks are equal after it."""
@@ -278,96 +370,33 @@ class Trainer(TrainerParts):
         for hook in self.hooks.on_step_end:
             hook(self, result)
         if round_ is not None:
-            self._after_round(round_)
+            self.after_round(round_)
         elif isinstance(policy, Sync):
-            self._between_steps(result.flags)
+            self.act(result.flags)
 
-    def _after_round(self, round_: Round) -> None:
+    def after_round(self, round_: Round) -> None:
+        """Report a round of averaging, and act if all ranks are equal after it."""
         figures = {name: getattr(round_, name) for name in ("batches", "work_ms", "sync_ms", "wait_ms", "divergence")}
         cadence = {"anchor": round_.cadence.anchor, "counts": round_.cadence.counts}
         self.events.emit(Synced(**self.about(), round=round_.number, **figures, **cadence))
         if round_.held and not round_.all_dry:
-            self._between_steps(round_.flags)
+            self.act(round_.flags)
         elif round_.all_dry:
-            self._pending = round_.flags
+            self.pending = round_.flags
 
-    def _between_steps(self, flags: Sequence[float]) -> None:
+    def act(self, flags: Sequence[float]) -> None:
         """Act where all ranks are equal and have the same flags: evaluate, apply rules, save, stop."""
         for act in self.between_steps:  # of features that the run has
             act(flags)
         if any(flags):
             self.requests.acknowledge(flags[2:])
             if flags[0]:
-                self.leave(round(flags[1] / flags[0]))
+                ends.leave(self, round(flags[1] / flags[0]))
             self.stopping = self.stopping or bool(flags[2])
         if self.policy.steps >= self.last_step:
             self.stopping = True
         if self.requests.snapshots or self.snapshots.wanted:
             self.snapshots.serve()
-
-    def end_epoch(self) -> None:
-        """Close an epoch: evaluate, report its figures, apply rules, and save."""
-        for round_ in self.policy.close_epoch(self.requests.flags()):
-            self._after_round(round_)
-            if self.stopping:
-                return
-        self.log.settle(self.tally)
-        self.tally.wall_ms += self.wall_ms()
-        done, steps, evaluator = self.epoch_number, self.policy.steps, self.evaluator
-        self.epoch_number += 1
-        if evaluator.at_step != steps and (not self.settings.eval_every or self._is_over()):
-            evaluator.scheduled()
-        parts = self.ranks.gather(self.tally.to_dict())
-        shared = self.step_.share_gradients
-        metrics = epoch_metrics(parts, shared_loss=shared, epoch=done, step=steps, evaluated=evaluator.found)
-        observed = self.observing.end_epoch(metrics, parts)
-        self.hooks.call("on_epoch_end", done)
-        self.tally = Tally()
-        self.rates.end_epoch(metrics, evaluator)
-        self.events.emit(metrics)
-        if observed is not None:
-            self.events.emit(observed)
-        self.apply_rules()
-        self.ranks.phase("callback")
-        self._finish_epoch(stops=self.ranks.rank == 0 and self.metrics_fn(self.warn, metrics) is False)
-
-    def _finish_epoch(self, *, stops: bool) -> None:
-        """Decide with all ranks whether to stop and whether to save after an epoch."""
-        saves, requests = self.saves, self.requests
-        row = [stops or requests.flags()[2], *((saves.skips_epoch, saves.skips_end) if saves is not None else ())]
-        rows = self.ranks.table([float(value) for value in row])
-        self.stopping = self.stopping or any(row[0] for row in rows) or self.policy.steps >= self.last_step
-        flags, self._pending = self._pending, ()
-        if any(flags[:3]):
-            self._between_steps(flags)
-        elif saves is not None:
-            ends = self.stopping or self._is_over()
-            wanted = not rows[0][2] if ends else saves.is_best() or not any(row[1] for row in rows)
-            if wanted or any(flags[SAVE:]):
-                saves.save()
-            saves.report()
-        requests.acknowledge(flags[2:] or (0.0, 0.0, 0.0))
-        self.snapshots.serve()  # ranks that average rarely may be equal nowhere else
-
-    def _is_over(self) -> bool:
-        return self.policy.steps >= self.last_step or 0 < self.settings.num_epochs <= self.epoch_number
-
-    def _ran_out(self) -> None:
-        """End the run because the data ended early.
-
-        Raises:
-            TrainError: there were no data, or other ranks wait for the missing batches.
-        """
-        step, policy = self.policy.lr_step, self.policy
-        if not step:
-            raise TrainError(
-                "trainer: found no batches in the data; expected at least one. Check what the loader reads and filters."
-            )
-        message = f"data: the batches ended after step {step} and cannot be read again (a generator)"
-        if not isinstance(policy, Sync):
-            raise TrainError(f"{message}; policy {policy.name!r} expects batches for all ranks. Use 'sync'.")
-        self.warn(f"{message}; the run ends here")
-        self.stopping = True
 
     def wall_ms(self) -> float:
         """Return the milliseconds since the last call."""
@@ -376,6 +405,18 @@ class Trainer(TrainerParts):
         return ms
 
     # ---- for callbacks and other threads ----------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        """Return the fields that events have in common."""
+        return {"rank": self.ranks.rank, "step": self.policy.lr_step, "epoch": self.epoch_number}
+
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights, if the run keeps an average."""
+        return self.average.applied() if self.average is not None else contextlib.nullcontext()
+
+    def warn(self, message: str) -> None:
+        """Report a warning."""
+        self.events.emit(Warned(rank=self.ranks.rank, step=self.policy.lr_step, message=message))
 
     def stop(self) -> None:
         """Request the end of the run at the next step; state is saved."""
@@ -399,18 +440,13 @@ class Trainer(TrainerParts):
 
     # ---- a loop of your own ----------------------------------------------------------------------------
 
-    _own: OwnLoop | None = None
-
-    @property
-    def own(self) -> OwnLoop:
-        """The loop of `setup`."""
-        if self._own is None:
-            raise TrainError("trainer: found a call for a loop of your own; expected a trainer of Trainer.setup.")
-        return self._own
+    own_step: OwnStep | None = None  # the step under way in a loop that the user writes
+    audience: Audience | None = None  # of such a loop
+    has_begun = False
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield epochs from the present one (after a resume: where it stopped) to ``count`` - 1."""
-        return self.own.epochs(count)
+        return own_loop.epochs(self, count)
 
     def batches(self, loader: Any, **options: Any) -> Iterator[Any]:
         """Yield the batches of this rank in the present epoch, on its device; call `step` for each.
@@ -428,7 +464,7 @@ class Trainer(TrainerParts):
             TrainInterrupted: SIGINT (Ctrl-C) ended the run after it saved its state.
             SystemExit: SIGTERM ended the run after it saved its state.
         """
-        return self.own.batches(loader, **options)
+        return own_loop.batches(self, loader, **options)
 
     def backward(self, loss: Any, count: float | None = None) -> None:
         """Add the gradient of one batch, exactly for any split into micro-batches and ranks.
@@ -440,7 +476,7 @@ class Trainer(TrainerParts):
         Raises:
             TrainError: the batch already had its backward pass, or there is no batch.
         """
-        self.own.backward(loss, count)
+        own_loop.backward(self, loss, count)
 
     def step(self, loss: Any = None) -> StepResult | None:
         """Take one optimiser step over all ranks and clear gradients; return None before the last micro-batch.
@@ -453,27 +489,5 @@ class Trainer(TrainerParts):
             TrainError: there is no batch, or a plain ``backward()`` was called on one of several micro-batches.
         """
         if loss is not None:
-            self.own.backward(loss)
-        return self.own.step()
-
-
-def _run_rank(ranks: Ranks, plan: RunPlan) -> bytes | None:
-    """Train as one rank, and return the packed weights on rank 0."""
-
-    def ask_starter(metrics: EpochMetrics) -> Any:
-        ranks.pipe.send(("metrics", metrics))
-        return ranks.pipe.recv()
-
-    trainer = Trainer.from_plan(replace(plan, metrics_fn=ask_starter)).prepare(ranks)
-    if plan.listening and ranks.rank == 0:
-        trainer.events.subscribe(SendEvents(ranks.pipe, every_s=0.1 if plan.listening == "some" else 0.0))
-    try:
-        trainer.train()
-    except TrainInterrupted as stop:
-        if ranks.rank == 0:
-            ranks.pipe.send(("stopped", (stop.step, stop.folder, pack_weights(stop.trained))))
-        raise
-    if ranks.rank and not trainer.sharded:
-        return None
-    trained = Trained.of(trainer.model, keep=ranks.rank == 0)
-    return pack_weights(trained) if ranks.rank == 0 else None
+            own_loop.backward(self, loss)
+        return own_loop.step(self)

@@ -181,6 +181,30 @@ def make_optimizer(
     return made
 
 
+def unoptimised(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of parameters that require gradients and are not in the optimiser."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+
+
+def check_learners(model: nn.Module, optimizer: torch.optim.Optimizer, known: set[str], epoch: int) -> None:
+    """Check that the optimiser has all parameters that were unfrozen since the run began.
+
+    Args:
+        known: names of parameters that the optimiser lacked from the start.
+
+    Raises:
+        TrainError: it lacks some; ``names`` lists them.
+    """
+    names = [name for name in unoptimised(model, optimizer) if name not in known]
+    if names:
+        raise TrainError(
+            f"epoch {epoch}: {', '.join(names[:5])} require gradients but are not in the optimiser. "
+            "Unfreeze them before the run, use the rule thaw_when, or call trainer.optimizer.add_param_group.",
+            names=names,
+        )
+
+
 # ---- without torch._dynamo ---------------------------------------------------------------------------------
 #
 # Methods of torch's optimisers import torch._dynamo, which takes seconds, so that torch.compile leaves them out. Here

@@ -254,6 +254,13 @@ def load_random(device: torch.device, tensors: Mapping[str, torch.Tensor], rest:
     random.setstate((version, tuple(words), next_gauss))
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators of torch, numpy and Python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
 def check_same_model(ranks: Ranks, model: nn.Module) -> None:
     """Compare names, shapes and dtypes of the model over ranks, before any collective depends on them.
 

@@ -113,7 +113,7 @@ def test_looking_on_changes_no_number(monkeypatch, recorded):
             return self, "nothing is launched beside here"
 
     if recorded:
-        monkeypatch.setattr("flodl.train.parts.make_capturer", lambda device, settings: Repeats())
+        monkeypatch.setattr("flodl.train.step.route.make_capturer", lambda device, settings: Repeats())
     monkeypatch.setattr("flodl.train.rank_activity.MEASURE_EVERY_S", 0.0)
     monkeypatch.setattr("flodl.train.rank_activity.IDLE_RATIO", 0.0)
     plain = builder(None).run()

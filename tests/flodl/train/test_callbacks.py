@@ -15,6 +15,7 @@ from flodl.errors import TrainError
 from flodl.train import Callback, Ema, EvalDone, Loss, RunStarted, Trainer, adamw, sgd
 from flodl.train.optim.ema import WeightAverage, averaged_state
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
+from flodl.train.step import route
 
 torch.set_num_threads(1)
 CUTS: list[dict[str, Any]] = [
@@ -244,15 +245,15 @@ def test_capturing_goes_on_with_an_average_and_lookers_on_and_not_around_the_bac
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What would be captured on CUDA is decided in `choose_route`; a capturer stands in for the device's."""
-    monkeypatch.setattr("flodl.train.parts.make_capturer", lambda device, settings: object())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: object())
     for callbacks, ema, refused in (((), 0.9, False), ((Notes(),), None, True), ((Doubles(),), None, True)):
         trainer = Trainer(make_model("cpu"), adamw(1e-3), step, callbacks=callbacks, ema=ema, capture=True)
         trainer.prepare(join_ranks(device="cpu"))
         if refused:
             with pytest.raises(TrainError, match="acts around the backward pass"):
-                trainer.choose_route()
+                route.choose_route(trainer)
         else:
-            trainer.choose_route()
+            route.choose_route(trainer)
             assert trainer.step_.device.captures is not None
 
 

@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy, mse_loss
 from flodl.data import Batch, DataLoader, TensorRows
 from flodl.data.piece import lay_out
 from flodl.errors import TrainError
-from flodl.train import Callback, Loss, RunDone, StepDone, Trainer, Warned, adamw, parts, sgd
+from flodl.train import Callback, Loss, RunDone, StepDone, Trainer, Warned, adamw, sgd
 from flodl.train.events import Recorded
 from flodl.train.schedule import Linear
-from flodl.train.step import capture
+from flodl.train.step import capture, route
 from flodl.train.step.capture import Refused, flatten
 from flodl.train.step.device import Step
 from flodl.train.step.update import why_unsupported
@@ -91,7 +91,7 @@ def run(
     if capturer == "cuda":
         monkeypatch.undo()
     elif not settings.pop("recorder_is_cuda", False):
-        monkeypatch.setattr(parts, "make_capturer", lambda device, settings: capturer)
+        monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     losses, said = [], []
     builder = (
         Trainer.builder(model, optimizer or adamw(1e-2), train_step)
@@ -351,7 +351,7 @@ def test_a_bad_step_stops_the_run_at_the_next_telling_and_no_step_after_it_moved
     def keep(epoch, trainer):
         kept["model"] = trainer.model
 
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: Repeats())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     built = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data(bad=29), shuffle=False)
     with pytest.raises(TrainError, match="step 4: the loss is nan"):
         built.set(batch_size=8, num_epochs=4).epoch_fn(keep).run()
@@ -387,7 +387,7 @@ def test_a_rate_set_by_hand_reaches_the_device(monkeypatch):
         for group in trainer.optimizer.param_groups:
             group["lr"] = 0.0 if epoch == 1 else 1e-2
 
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: Repeats())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     states = []
     built = Trainer.builder(lambda device: make_model(norm=False), adamw(1e-2, weight_decay=0.0), step)
     built.dataset(make_data()).set(batch_size=8, num_epochs=3).epoch_fn(slower)
@@ -405,7 +405,7 @@ def test_a_run_that_is_over_keeps_no_captures(monkeypatch, breaks):
         if breaks and epoch == 2:
             raise ValueError("enough")
 
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: Repeats())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     built = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data())
     built.set(batch_size=8, num_epochs=3).epoch_fn(look)
     with pytest.raises(ValueError, match="enough") if breaks else nullcontext():
@@ -678,7 +678,7 @@ def test_an_optimiser_whose_state_was_loaded_is_captured_anew(monkeypatch, loads
         if epoch:
             graphs.append(capturer.captured)
 
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: capturer)
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     built = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data()).batch_size(8).num_epochs(4)
     built.set(seed=1).devices("cpu").epoch_fn(reload).run()
     assert graphs == [1, 1, 2 if loads else 1]
@@ -689,7 +689,7 @@ def test_an_optimiser_whose_state_was_loaded_is_captured_anew(monkeypatch, loads
 
 def ends(monkeypatch, capturer, **settings):
     """Return what the last event of a run says of its steps."""
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: capturer)
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     found = []
     builder = Trainer.builder(make_model, adamw(1e-2), step).dataset(make_data())
     builder.set(**{"batch_size": 8, "num_epochs": 4, "seed": 1, **settings}).devices("cpu")

@@ -19,7 +19,6 @@ from flodl.train import (
     Warned,
     adamw,
     freeze_when,
-    parts,
     set_rate,
     sgd,
     stop_when,
@@ -28,6 +27,7 @@ from flodl.train import (
 from flodl.train.rules import Rule, parse_rule
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl.train.schedule import Linear
+from flodl.train.step import route
 
 torch.set_num_threads(1)
 
@@ -198,7 +198,7 @@ def test_captured_steps_are_captured_anew_and_compute_the_same(monkeypatch, opti
     plain, reference = told(run(*rules, optimizer=optimizer, capture=False))
     model = make_model()
     capturer = Counts(model)
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: capturer)
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     captured, handle = told(run(*rules, model=model, optimizer=optimizer))
     assert (
         decisions(captured)

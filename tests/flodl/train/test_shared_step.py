@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 from flodl.data import TensorRows
 from flodl.distributed import RankError, gradients
 from flodl.distributed.peer_memory import SWITCH
-from flodl.train import Loss, RunDone, StepDone, Trainer, adamw, parts, sgd
+from flodl.train import Loss, RunDone, StepDone, Trainer, adamw, sgd
 from flodl.train.schedule import Linear
+from flodl.train.step import route
 from flodl.train.step.cuda_graphs import fault_of
 
 torch.set_num_threads(1)
@@ -122,7 +123,7 @@ def make_data(bad=None):
 
 
 def run(capturer, monkeypatch, *, ranks=2, model=with_norm, train_step=plain, optimizer=None, bad=None, **settings):
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: capturer)
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     steps, ends = [], []
     trained = (
         Trainer.builder(model, optimizer or adamw(1e-2), train_step)
@@ -195,7 +196,7 @@ def looks(epoch, trainer):
 
 
 def test_buckets_are_full_before_the_pass_is_over_and_sent_in_order(monkeypatch):
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: Early())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Early())
     built = Trainer.builder(layered, adamw(1e-2), plain).dataset(make_data()).batch_size(8).num_epochs(2)
     built.policy("sync").epoch_fn(looks).devices(2, start="fork").run()
 
@@ -303,7 +304,7 @@ class StopsAt:
 
 
 def test_one_rank_that_wishes_to_stop_stops_all(monkeypatch):
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: Repeats())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     built = Trainer.builder(with_norm, adamw(1e-2), plain).dataset(make_data()).batch_size(8).num_epochs(9)
     seen = []
     built.set(log_every=1)  # figures are told when all ranks have them, one step late
@@ -322,7 +323,7 @@ def freezes(epoch, trainer):
 def test_what_is_trained_may_change_between_epochs(monkeypatch):
     found = []
     for capturer in (None, Repeats()):
-        monkeypatch.setattr(parts, "make_capturer", lambda device, settings, capturer=capturer: capturer)
+        monkeypatch.setattr(route, "make_capturer", lambda device, settings, capturer=capturer: capturer)
         built = Trainer.builder(without_norm, adamw(1e-2), counted).dataset(make_data()).batch_size(8).num_epochs(3)
         found.append(built.set(check_every=1).epoch_fn(freezes).devices(2, start="fork").run())
     for name, tensor in found[0].parameters.items():

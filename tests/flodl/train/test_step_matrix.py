@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flodl.distributed import Ranks, launch
-from flodl.train import Loss, Trainer, adamw, parts
+from flodl.train import Loss, Trainer, adamw
 from flodl.train.schedule import Linear
+from flodl.train.step import route
 
 torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # what it imports takes longer than these runs
@@ -126,7 +127,7 @@ def trained(way, ranks, recipe, train_step, monkeypatch):
         assert found[0] == found[1]
         return found[0]
     capturer = None if way == "host" else Repeats()
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: capturer)
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     built = Trainer.builder(make_model, adamw(LR, weight_decay=0.1), train_step).dataset(make_data(), shuffle=False)
     built.set(**settings_of(recipe, ranks), num_epochs=EPOCHS, policy="sync", capture=way == "captured" or "auto")
     if way == "device":

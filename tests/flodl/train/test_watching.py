@@ -14,7 +14,8 @@ from flodl import FlowBuilder
 from flodl.data import DataLoader, TensorRows
 from flodl.errors import GraphError, GraphPathError
 from flodl.monitor import collect, log
-from flodl.train import Callback, EpochMetrics, Observed, StepDone, Trainer, Warned, parts, sgd
+from flodl.train import Callback, EpochMetrics, Observed, StepDone, Trainer, Warned, sgd
+from flodl.train.step import route
 
 torch.set_num_threads(1)
 ROWS = 22  # 5 batches of 4, and one of 2
@@ -210,7 +211,7 @@ def test_a_scalar_recorded_in_a_step_belongs_to_the_step():
 def test_captured_steps_tell_what_ordinary_ones_do(monkeypatch, log_every):
     plain, _ = watched(run(make_model(), watch=WATCH, capture=False))
     capturer = Repeats()
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: capturer)
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     captured, handle = watched(run(make_model(), watch=WATCH, log_every=log_every))
     assert (capturer.captured, capturer.replayed) == (2, 10)  # two shapes of batch, each run once before it is captured
     close(values(captured, "step"), values(plain, "step"))
@@ -234,7 +235,7 @@ def test_tags_can_be_asked_for_after_a_replay(monkeypatch):
 
     model = make_model()
     model.watch("out")
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: Static())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Static())
     trainer = run(model, num_epochs=3)
 
     class After(Callback):
@@ -248,7 +249,7 @@ def test_tags_can_be_asked_for_after_a_replay(monkeypatch):
 
 def test_a_number_of_python_would_stay_what_it_was_so_such_a_step_is_not_captured(monkeypatch):
     capturer = Repeats()
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: capturer)
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     counted = iter(range(100))
 
     def counting(model, batch):

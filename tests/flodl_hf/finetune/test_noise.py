@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flodl.data import Batch, Where
 from flodl.errors import ConfigError, TrainError
-from flodl.train import parts
 from flodl.train.schedule import Constant
+from flodl.train.step import route
 from flodl_hf.training import batching, finetune
 from flodl_hf.training.evaluation import Evaluation
 from flodl_hf.training.job import plan_job
@@ -165,6 +165,6 @@ def test_captured_steps_have_the_noise_of_their_own_rows(base: Path, monkeypatch
     rows = TABLES["sequence_classification"](24)
     capturer = Replays()
     plain = weights(base, rows, **given)
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: capturer)
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: capturer)
     assert close(weights(base, rows, **given), plain)
     assert capturer.replayed >= 4

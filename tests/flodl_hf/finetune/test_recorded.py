@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flodl.data import Batch, Where
-from flodl.train import Warned, parts
+from flodl.train import Warned
+from flodl.train.step import route
 from flodl.train.step.capture import flatten
 from flodl_hf import load
 from flodl_hf.auto import head_named
@@ -239,7 +240,7 @@ def test_replayed_steps_are_ordinary_ones_and_a_run_says_how_many_there_were(
     task, rows, given = cell_of(cell, starts)
     monkeypatch.setattr(batching, "_layout", lambda options: "bucketed")
     monkeypatch.setattr(Padded, "of", lambda mask: Padded(mask != 0))
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: Repeats())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     options: Any = {**FIXED, "max_steps": 15, "task": task, "lr": 0.01, **given}
     replayed, plain = (finetune_with(starts(task), train=rows, capture=capture, **options) for capture in (True, False))
     assert replayed.losses == plain.losses
@@ -257,7 +258,7 @@ def test_a_run_says_why_its_steps_are_not_recorded(
     starts: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batching, "_on_cuda", lambda options: True)
-    monkeypatch.setattr(parts, "make_capturer", lambda device, settings: Repeats())
+    monkeypatch.setattr(route, "make_capturer", lambda device, settings: Repeats())
     told: list[Any] = []
     options: Any = {**FIXED, "max_steps": 2, "layout": "packed", "on_event": told.append}
     pairs = finetune(starts("embedding"), train=PAIRS, cache_tokens=64, **options)
