@@ -33,7 +33,7 @@ from flodl_hf.training.vectors.step import (
     VectorObjective,
     gather,
     max_over_ranks,
-    rows_per_rank,
+    shares_of_ranks,
 )
 
 MAX_SCORES = 1 << 26
@@ -276,9 +276,7 @@ class LateObjective(VectorObjective):
         # half precision cannot represent small differences of similarities
         with torch.autocast(vectors.device.type, enabled=False):
             if self.shared and loss.in_batch:
-                shares = rows_per_rank(count, vectors.device)
-                start = sum(shares[: torch.distributed.get_rank()])
-                own = slice(start, start + count)
+                shares, own = shares_of_ranks(count, vectors.device)
                 most = max_over_ranks([queries.shape[1], documents.shape[2]], vectors.device)
                 queries = gather(_widened(queries, most[0]), shares)
                 documents = gather(_widened(documents, most[1]), shares)

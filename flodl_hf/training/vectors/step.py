@@ -35,13 +35,15 @@ from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder, T
 from flodl_hf.training.step import score
 
 
-def rows_per_rank(count: int, device: torch.device) -> list[int]:
-    """Return the number of examples of each rank."""
+def shares_of_ranks(count: int, device: torch.device) -> tuple[list[int], slice]:
+    """Return the number of examples of each rank, and the place of this rank's examples among all."""
     place = torch.device("cpu") if "gloo" in dist.get_backend() else device
     counts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=place)
     counts[dist.get_rank()] = count
     dist.all_reduce(counts)
-    return counts.tolist()
+    shares = counts.tolist()
+    start = sum(shares[: dist.get_rank()])
+    return shares, slice(start, start + count)
 
 
 def max_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
@@ -359,9 +361,7 @@ class VectorObjective:
         # half precision cannot represent small differences of similarities
         with torch.autocast(vectors.device.type, enabled=False):
             if self.shared and loss.in_batch:
-                shares = rows_per_rank(count, vectors.device)
-                start = sum(shares[: torch.distributed.get_rank()])
-                own = slice(start, start + count)
+                shares, own = shares_of_ranks(count, vectors.device)
                 vectors = gather(vectors, shares)
                 labels = labels if labels is None else gather(labels, shares)
                 there = there if there is None else gather(there.to(vectors), shares) > 0
