@@ -34,8 +34,7 @@ def _order(nodes: list[Node]) -> tuple[list[int], set[int]]:
     """
     readers: dict[int, list[Node]] = {node.index: [] for node in nodes}
     missing: dict[int, int] = {}
-    for node in nodes:
-        sources = set(node.sources)
+    for node, sources in [(node, set(node.sources)) for node in nodes]:
         missing[node.index] = len(sources)
         for source in sources:
             readers[source].append(node)

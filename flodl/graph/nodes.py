@@ -190,13 +190,6 @@ class Plan:
             raise GraphError(f"{verb}: the graph has no tag {name!r}{nearest(name, known)}", tag=name, known=known)
 
 
-def kind_of(module: nn.Module) -> str:
-    """Return the prefix of a module's node id: its ``flodl_name``, else its class name in lower case."""
-    given = getattr(module, "flodl_name", None)
-    name = given if isinstance(given, str) else type(module).__name__
-    return "".join(c if c.isalnum() else "_" for c in name.lower()) or "module"
-
-
 def check_forward(module: nn.Module, keywords: tuple[str, ...], streams: int = 1) -> list[str]:
     """Return why a call ``module(x, **keywords)`` would fail; empty if it would be accepted.
 

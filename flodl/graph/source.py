@@ -199,10 +199,10 @@ class _Writer:
     def _uses(self) -> dict[int, list[int]]:
         """Return, for every value that is read, the places in the order of its readers."""
         plan, found = self.plan, dict[int, list[int]]()
-        for place, index in enumerate(plan.order):
-            if plan.nodes[index].role != "identity":
-                for source in plan.nodes[index].sources:
-                    found.setdefault(self._source(source), []).append(place)
+        running = [(place, plan.nodes[index]) for place, index in enumerate(plan.order)]
+        for place, sources in [(place, node.sources) for place, node in running if node.role != "identity"]:
+            for source in sources:
+                found.setdefault(self._source(source), []).append(place)
         for index in (plan.output, *(plan.tags[tag] for tag in plan.memory)):
             found.setdefault(self._source(index), []).append(len(plan.order))
         return found

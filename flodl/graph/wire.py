@@ -15,7 +15,7 @@ from torch import nn
 from flodl.errors import nearest
 from flodl.graph.control import Gate, MapRows, MapSlices, MapWhole, Switch
 from flodl.graph.loops import ForLoop, UntilLoop, WhileLoop
-from flodl.graph.nodes import Fault, Function, Input, Node, Plan, Reference, VerbCall, kind_of
+from flodl.graph.nodes import Fault, Function, Input, Node, Plan, Reference, VerbCall
 
 _ENDINGS = {"loop_body": ("for_n", "while_cond", "until_cond"), "map": ("each", "over", "slices")}
 _LOOPS = {"for_n": ForLoop, "while_cond": WhileLoop, "until_cond": UntilLoop}
@@ -303,7 +303,7 @@ class Draft:
 
     def _module_node(self, module: Any, inputs: list[int], name: str | None) -> Node:
         checked = self._checked(module, "module")
-        return self._node(kind_of(checked), inputs, module=checked, name=name)
+        return self._node(_kind_of(checked), inputs, module=checked, name=name)
 
     def _checked(self, module: Any, role: str) -> nn.Module:
         if isinstance(module, nn.Module):
@@ -374,6 +374,13 @@ class Draft:
         assert opened is not None
         endings = ", ".join(f"{ending}()" for ending in _ENDINGS[opened.verb])
         self._fault(f"was never ended. End it with one of {endings}", step=opened)
+
+
+def _kind_of(module: nn.Module) -> str:
+    """Return the prefix of a module's node id: its ``flodl_name``, else its class name in lower case."""
+    given = getattr(module, "flodl_name", None)
+    name = given if isinstance(given, str) else type(module).__name__
+    return "".join(c if c.isalnum() else "_" for c in name.lower()) or "module"
 
 
 def _accept_anything(stream: Any, *others: Any, **named: Any) -> Any:

@@ -172,7 +172,7 @@ class ModelConfig:
             shared["tie_words"] = family.ties_words
         notes: list[str] = []
         labels = label_names(source, problems, notes, overruled)
-        thresholds = thresholds_of(source.get(LABEL_THRESHOLDS), labels, notes)
+        thresholds, activation = thresholds_of(source.get(LABEL_THRESHOLDS), labels, notes), stored_activation(source)
         oddities = _told(odd or Odd(), source, family, problems, ignore_config_keys, strict=strict_config)
         decide = Triage(
             (*family.rows, *_SHARED_ROWS),
@@ -195,7 +195,7 @@ class ModelConfig:
         except ValueError as fault:  # a family's own rules between fields
             raise refuse([str(fault)], where, family.model_type) from None
         return cls(
-            family, encoder, labels, label_thresholds=thresholds, score_activation=stored_activation(source),
+            family, encoder, labels, label_thresholds=thresholds, score_activation=activation,
             source=source, text=text, where=where, notes=notes, overruled=(*(overruled or ()), *oddities),
             left_out=left_out, **shared,
         )  # fmt: skip

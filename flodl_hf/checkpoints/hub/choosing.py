@@ -61,8 +61,7 @@ def select(request: HubRequest, names: Iterable[str]) -> list[str]:
     Raises:
         HubError: if weights are wanted and there are none that can be read.
     """
-    prefix = f"{request.subfolder}/" if request.subfolder else ""
-    inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    inside = request.inside(names)
     chosen = set(filter(_wanted(request.files), inside))
     if WEIGHTS in request.files:
         weights = weights_among(inside) or [name for name in request.weights if name in inside]
@@ -79,17 +78,16 @@ def select(request: HubRequest, names: Iterable[str]) -> list[str]:
         chosen |= set(weights)
     if not chosen and request.modules is not None and _MODULES in inside:
         chosen = set(filter(_wanted(_ROUTING), inside))  # which tell where the wanted ones lie
-    return [prefix + name for name in sorted(chosen)]
+    return [request.prefix + name for name in sorted(chosen)]
 
 
 def config_telling(request: HubRequest, names: Iterable[str]) -> list[str]:
     """Return the configuration, in a list, if only it can name the weight file; else nothing."""
-    prefix = f"{request.subfolder}/" if request.subfolder else ""
-    inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    inside = request.inside(names)
     if WEIGHTS not in request.files or weights_among(inside) or _in_modules(request, inside):
         return []
     told = CONFIG_NAME in inside and any(name.endswith((".safetensors", ".safetensors.index.json")) for name in inside)
-    return [prefix + CONFIG_NAME] if told else []
+    return [request.prefix + CONFIG_NAME] if told else []
 
 
 def named_weights(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
@@ -122,7 +120,7 @@ def select_modules(request: HubRequest, names: Iterable[str], folder: Path) -> l
     Raises:
         HubError: a transformer has no weights that can be read.
     """
-    prefix = f"{request.subfolder}/" if request.subfolder else ""
+    prefix = request.prefix
     present, found = set(names), []
     wanted = (*_OF_MODULES, *(_WEIGHTS_OF_MODULES if WEIGHTS in request.files else ()))
     for part, holds_transformer in _modules_in(request, folder):

@@ -262,7 +262,7 @@ def _from_cache(request: HubRequest, why: str) -> Resolved:
         except (OSError, ValueError):
             commit = ""
     snapshot = request.storage / "snapshots" / commit
-    folder = snapshot / request.subfolder if request.subfolder else snapshot
+    folder = snapshot / request.subfolder
     if not _COMMIT.fullmatch(commit) or not folder.is_dir():
         raise request.error(f"not in the cache {request.cache}, and {why}", remedy, offline=True)
     present = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -277,8 +277,7 @@ def _from_cache(request: HubRequest, why: str) -> Resolved:
             )
     elif not any_present(request, present):
         raise request.error(f"in the cache without any of {', '.join(request.files)}, and {why}", remedy, offline=True)
-    prefix = f"{request.subfolder}/" if request.subfolder else ""
-    names = [prefix + name for name in present]
+    names = [request.prefix + name for name in present]
     wanted = replace(request, weights=named_weights(folder, present))
     check_cached(request, snapshot, {*select(wanted, names), *select_modules(wanted, names, folder)})
     return Resolved(folder, request.name, request.revision, commit)
@@ -308,13 +307,11 @@ def _from_hub(request: HubRequest) -> Resolved:
         )
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or () if isinstance(sibling.rfilename, str)}
     snapshot = request.storage / "snapshots" / commit
-    folder = snapshot / request.subfolder if request.subfolder else snapshot
+    folder = snapshot / request.subfolder
     telling = config_telling(request, siblings)
     if telling:
         _bring(request, commit, telling, siblings)
-        prefix = f"{request.subfolder}/" if request.subfolder else ""
-        inside = [name.removeprefix(prefix) for name in siblings if name.startswith(prefix)]
-        request = replace(request, weights=named_weights(folder, inside))
+        request = replace(request, weights=named_weights(folder, request.inside(siblings)))
     chosen = select(request, siblings)
     if not chosen:
         listed = capped(sorted(siblings), 10)

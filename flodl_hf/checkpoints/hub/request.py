@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
@@ -45,6 +45,15 @@ class HubRequest:
     def storage(self) -> Path:
         """The repository's folder in the cache."""
         return self.cache / f"models--{self.name.replace('/', '--')}"
+
+    @property
+    def prefix(self) -> str:
+        """What the names of files in the subfolder begin with."""
+        return f"{self.subfolder}/" if self.subfolder else ""
+
+    def inside(self, names: Iterable[str]) -> list[str]:
+        """Return the names of files in the subfolder, relative to it."""
+        return [name.removeprefix(self.prefix) for name in names if name.startswith(self.prefix)]
 
     def error(self, found: str, remedy: str, **details: Any) -> HubError:
         """Return an error with the repository, the finding, and the remedy."""
@@ -94,48 +103,34 @@ def explain(request: HubRequest, cause: BaseException, filename: str | None = No
     status = next((s for s in map(_status, _chain(cause)) if s is not None), None)
     login = "log in with `hf auth login`, set HF_TOKEN, or pass token="
     if "GatedRepoError" in names:
-        error = request.error(
-            f"{what}access is granted on request only", f"request access on the model's page, then {login}"
-        )
+        found, remedy = "access is granted on request only", f"request access on the model's page, then {login}"
     elif "RevisionNotFoundError" in names:
-        error = request.error(
-            "the repository has no such revision", "expected a branch, tag or commit of it: check the name"
-        )
+        what = ""
+        found, remedy = "the repository has no such revision", "expected a branch, tag or commit of it: check the name"
     elif status in (401, 403) and "RepositoryNotFoundError" not in names:
-        error = request.error(f"{what}access is refused ({status}), expected a token that may read it", login)
+        found, remedy = f"access is refused ({status}), expected a token that may read it", login
     elif "RepositoryNotFoundError" in names:
-        error = request.error(
-            f"{what}no such repository, or a private one that this token may not see",
-            f"expected 'owner/name': check the spelling; for a private repository {login}",
-        )
+        found = "no such repository, or a private one that this token may not see"
+        remedy = f"expected 'owner/name': check the spelling; for a private repository {login}"
     elif isinstance(cause, TimeoutError) and status is None:
-        error = request.error(
-            f"{what}the server sends too slowly ({cause}), expected at least {LEAST_RATE >> 10} KiB a second",
-            "try again; on a very slow line set HF_HUB_DOWNLOAD_TIMEOUT to more seconds, or pass a folder",
-        )
+        found = f"the server sends too slowly ({cause}), expected at least {LEAST_RATE >> 10} KiB a second"
+        remedy = "try again; on a very slow line set HF_HUB_DOWNLOAD_TIMEOUT to more seconds, or pass a folder"
     elif "EntryNotFoundError" in names and "LocalEntryNotFoundError" not in names:
-        error = request.error(
-            f"{what}no such file in the repository", "expected one of its files: check name and subfolder"
-        )
+        found, remedy = "no such file in the repository", "expected one of its files: check name and subfolder"
     elif "HFValidationError" in names:
-        error = request.error(f"{what}not a valid name", "expected 'owner/name': correct it")
+        found, remedy = "not a valid name", "expected 'owner/name': correct it"
     elif "FileMetadataError" in names or isinstance(cause, (ValueError, KeyError, TypeError)):
-        error = request.error(
-            f"{what}the server's answer is no Hub answer ({reason(cause)}), expected one", "check HF_ENDPOINT"
-        )
+        found = f"the server's answer is no Hub answer ({reason(cause)}), expected one"
+        remedy = "check HF_ENDPOINT"
     elif "OSError" in names and getattr(cause, "errno", None) in (28, 30, 13):
-        error = request.error(
-            f"{what}the cache {request.cache} cannot be written ({reason(cause)})",
-            "expected a folder to write into: free space, or name another one with cache_dir or HF_HOME",
-        )
+        found = f"the cache {request.cache} cannot be written ({reason(cause)})"
+        remedy = "expected a folder to write into: free space, or name another one with cache_dir or HF_HOME"
     else:
-        error = request.error(
-            f"{what}the download failed ({reason(cause)}), expected the file as the Hub announces it"
-            if filename
-            else f"the question for its files failed ({reason(cause)}), expected a list of them",
-            "try again; with the files at hand, pass their folder, or local_files_only=True if they are cached",
-        )
-    raise HubError(error.message, **{**error.details, "status": status}) from cause
+        found = f"the question for its files failed ({reason(cause)}), expected a list of them"
+        if filename:
+            found = f"the download failed ({reason(cause)}), expected the file as the Hub announces it"
+        remedy = "try again; with the files at hand, pass their folder, or local_files_only=True if they are cached"
+    raise request.error(what + found, remedy, status=status) from cause
 
 
 R = TypeVar("R")

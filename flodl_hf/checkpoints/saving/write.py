@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from flodl.errors import capped, printable
 from flodl.safetensors_header import name_fault
-from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPE_NAMES
+from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from flodl_hf.checkpoints.weights.checksums import compare_files
 from flodl_hf.errors import ExportError
 
@@ -65,10 +66,8 @@ def write_safetensors(
     composed = compose_header([(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in items], metadata)
     if header is not None and _same_meaning(header, composed):
         composed = header
-    digest = hashlib.sha256()
-    size = 0
     try:
-        file = open(place, "xb", buffering=0)  # noqa: SIM115 - the file is removed below on any failure
+        return _write(place, _chunks(composed, items))
     except FileExistsError as error:
         raise ExportError(
             f"{place}: exists; expected a new name, because a file that is open elsewhere must not change "
@@ -76,16 +75,6 @@ def write_safetensors(
             path=str(place),
             problems=["exists"],
         ) from error
-    try:
-        with file:
-            for chunk in _chunks(composed, items):
-                _write_fully(file.fileno(), chunk)
-                digest.update(chunk)
-                size += len(chunk)
-    except BaseException:
-        place.unlink(missing_ok=True)
-        raise
-    return WrittenFile(place.name, size, digest.hexdigest())
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> WrittenFile:
@@ -94,14 +83,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> WrittenFile:
     Raises:
         OSError: it exists, or the disk is full or refuses; nothing is left behind then.
     """
-    place = Path(path)
-    with open(place, "xb", buffering=0) as file:
-        try:
-            _write_fully(file.fileno(), data)
-        except BaseException:
-            place.unlink(missing_ok=True)
-            raise
-    return WrittenFile(place.name, len(data), hashlib.sha256(data).hexdigest())
+    return _write(Path(path), [data])
 
 
 def compose_header(
@@ -116,11 +98,8 @@ def compose_header(
     if metadata:
         table["__metadata__"] = dict(metadata)
     position = 0
-    sizes = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
     for name, dtype, shape in entries:
-        nbytes = sizes[dtype]
-        for length in shape:
-            nbytes *= length
+        nbytes = DTYPES[dtype].itemsize * prod(shape)
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
         position += nbytes
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
@@ -185,7 +164,18 @@ def _chunks(header: bytes, items: Iterable[tuple[str, Tensor]]) -> Iterable[memo
             yield data[start : start + _CHUNK]
 
 
-def _write_fully(descriptor: int, data: bytes | memoryview) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+def _write(place: Path, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
+    digest, size = hashlib.sha256(), 0
+    file = open(place, "xb", buffering=0)  # noqa: SIM115 - the file is removed below on any failure
+    try:
+        with file:
+            for chunk in chunks:
+                rest = memoryview(chunk)
+                while rest:
+                    rest = rest[os.write(file.fileno(), rest) :]
+                digest.update(chunk)
+                size += len(chunk)
+    except BaseException:
+        place.unlink(missing_ok=True)
+        raise
+    return WrittenFile(place.name, size, digest.hexdigest())

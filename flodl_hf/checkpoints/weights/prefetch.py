@@ -46,6 +46,12 @@ class Extent:
     nbytes: int
 
 
+def extents_of(header: Any) -> list[Extent]:
+    """Return the places of the tensors in a safetensors header, in file order."""
+    found = [(name, header.tensors[name]) for name in header.order]
+    return [Extent(n, i.dtype, i.shape, header.data_start + i.start, i.end - i.start) for n, i in found]
+
+
 def fill(
     descriptor: int,
     where: str,
@@ -209,12 +215,7 @@ class _Ahead:
         where = str(self._folder / FILE)
         if os.fstat(descriptor).st_size > MOST_BYTES:
             return
-        header = read_header(descriptor, name=where)
-        extents = []
-        for name in header.order:
-            info = header.tensors[name]
-            if info.num_bytes:
-                extents.append(Extent(name, info.dtype, info.shape, header.data_start + info.start, info.num_bytes))
+        extents = [extent for extent in extents_of(read_header(descriptor, name=where)) if extent.nbytes]
         # Each its own, so that letting go of one gives its memory back. Private, so that a fork has its own weights.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = {extent.start: mmap.mmap(-1, extent.nbytes, flags=flags) for extent in extents}

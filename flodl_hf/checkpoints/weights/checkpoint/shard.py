@@ -16,7 +16,7 @@ from flodl.errors import CheckpointError, capped, printable
 from flodl.safetensors_header import read_header
 from flodl.system import read_at
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceFile
-from flodl_hf.checkpoints.weights.prefetch import Extent, cut, fill, memory_of
+from flodl_hf.checkpoints.weights.prefetch import Extent, cut, extents_of, fill, memory_of
 
 
 class Shard:
@@ -81,9 +81,8 @@ class SafetensorsShard(Shard):
         """
         descriptor = self._open_descriptor()
         header = read_header(descriptor, name=self._where)
-        unknown = [
-            f"{printable(n)}: {header.tensors[n].dtype}" for n in header.order if header.tensors[n].dtype not in DTYPES
-        ]
+        extents = extents_of(header)
+        unknown = [f"{printable(extent.name)}: {extent.dtype}" for extent in extents if extent.dtype not in DTYPES]
         if unknown:
             raise CheckpointError(
                 f"{self._where}: {len(unknown)} tensors have a dtype that torch does not support:\n"
@@ -93,11 +92,8 @@ class SafetensorsShard(Shard):
             )
         self.file = SourceFile(self.file.name, self.file.size, read_at(descriptor, header.data_start, 0))
         self.metadata = header.metadata
-        for name in header.order:
-            info = header.tensors[name]
-            start = header.data_start + info.start
-            self._extents[name] = Extent(name, info.dtype, info.shape, start, info.num_bytes)
-        self.entries = {name: (extent.dtype, extent.shape) for name, extent in self._extents.items()}
+        self._extents = {extent.name: extent for extent in extents}
+        self.entries = {extent.name: (extent.dtype, extent.shape) for extent in extents}
 
     def read(self, names: Sequence[str], *, mapped: bool = False) -> list[Tensor]:
         """Return the tensors of ``names``, in that order, copied or mapped."""
