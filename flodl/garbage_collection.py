@@ -10,7 +10,7 @@ from contextlib import contextmanager
 _LOCK = threading.Lock()
 _PAUSES: set[int] = set()
 _WAS_ENABLED = False
-# Whether `gc_frozen` is active. `gc.get_freeze_count` counts all objects, 20 ms with torch.
+# Whether objects are known to be frozen. `gc.get_freeze_count` counts them one by one: milliseconds with torch.
 _FROZEN = False
 
 
@@ -67,13 +67,16 @@ def _enter(token: int) -> None:
 
 def _leave(token: int, settled: bool) -> None:
     """Leave a pause; a second call has no effect."""
+    global _FROZEN
     with _LOCK:
         _PAUSES.discard(token)
         if _PAUSES or not _WAS_ENABLED or gc.isenabled():
             return
-        if settled and not _FROZEN and not gc.get_freeze_count():
-            try:
-                gc.freeze()
-            finally:
-                gc.unfreeze()
+        if settled and not _FROZEN:
+            _FROZEN = gc.get_freeze_count() > 0  # by the program, which must stay so
+            if not _FROZEN:
+                try:
+                    gc.freeze()
+                finally:
+                    gc.unfreeze()
         gc.enable()

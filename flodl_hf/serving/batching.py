@@ -167,9 +167,9 @@ class Batcher:
             return pending
         ends = np.cumsum(table.lengths)
         if not request.rows:
+            request.table = table
             request.tokenized_s = time.perf_counter() - request.started
         request.rows += len(table)
-        request.longest = max(request.longest, int(table.lengths.max()))
         request.tokens += int(ends[-1])
         if self._claimed(int(ends[-1])):
             self._run_directly(_QueuedRows(request, table, places, pending, ends, 0.0), (model, options), work)

@@ -11,6 +11,7 @@ from typing import Any
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import Pending
+from flodl_hf.inference.decode.rows import TokenTable
 
 _LATE = "the request timed out. Send fewer texts, or allow more time."
 _GONE = "the request was cancelled"
@@ -174,11 +175,12 @@ class WorkerRequest:
         priority: 1 is processed before other requests of the key, -1 after them.
         gone: whether it was cancelled.
         tokens: tokens of all its rows.
+        table: the rows that were sent first.
         rows: number of its rows.
-        longest: maximum tokens of a row.
         dropped: truncated tokens.
         truncated: truncated texts.
         waited_s: time in which its rows waited before the first of them ran.
+        received: when it was read, by ``time.perf_counter``.
         started: when its thread started to answer it, by ``time.perf_counter``.
         tokenized_s: time from ``started`` until its first rows were ready.
         timeline: its timeline if it is traced.
@@ -191,11 +193,12 @@ class WorkerRequest:
     priority: int = 0
     gone: bool = False
     tokens: int = 0
+    table: TokenTable | None = None
     rows: int = 0
-    longest: int = 0
     dropped: int = 0
     truncated: int = 0
     waited_s: float = 0.0
+    received: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     tokenized_s: float = 0.0
     timeline: Timeline | None = None

@@ -13,11 +13,12 @@ import sys
 import time
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,13 @@ LONG_CHARACTERS = 65_536
 # A single request with at most this many characters is tokenized and started on the device, in about a millisecond,
 # before another thread reads the next request.
 SHORT_CHARACTERS = 2048
+# Requests of at most this many characters are answered together, if they wait at the same time and have the same
+# model, task, options, key and priority: the interpreter needs over a millisecond for a call, and little for each
+# further text.
+# Each text of these tasks has its own result.
+JOINED_CHARACTERS, MAX_JOINED = 1024, 64
+MAX_GROUPS = 2  # of one model and task in the worker at a time; more would be smaller
+JOINED_TASKS = ("embed", "embed_sparse", "classify", "entities", "answer", "fill_mask")
 # Options of warm-up requests: long texts are read in windows.
 _WHOLE = {"windows": True}
 _KINDS = {
@@ -61,6 +69,7 @@ _KINDS = {
 
 
 _Received = tuple[Stream, dict[str, Any], WorkerRequest]
+_Answer = tuple[dict[str, Any], list[np.ndarray]]
 
 
 class Worker:
@@ -191,6 +200,9 @@ class _Requests:
         self._worker, self._most = worker, most
         self._requests: dict[tuple[Stream, int], WorkerRequest] = {}
         self._turns, self._long_turns = Turns(MAX_COMPUTING), Turns(MAX_COMPUTING)
+        self._groups: dict[Any, list[_Received]] = {}  # requests that the next turn answers together
+        self._groups_turns = defaultdict[Any, Turns](lambda: Turns(MAX_GROUPS))
+        self._lock = Lock()
 
     def answer_all(self, stream: Stream) -> None:
         """Answer the requests of a connection until it ends, and cancel those that remain."""
@@ -227,30 +239,90 @@ class _Requests:
         return None
 
     def _work(self, received: _Received, read_on: Callable[[], None]) -> None:
-        stream, message, request = received
-        worker = self._worker
-        started = time.perf_counter()
+        _, message, request = received
+        group, key = [received], None
         if len(self._requests) == 1 and count_characters(message["items"]) <= SHORT_CHARACTERS:
             request.read_on = read_on
         else:
+            key = _join_key(message)
+            with self._lock:
+                waiting = self._groups.get(key) if key is not None else None
+                if waiting is not None and len(waiting) < MAX_JOINED:
+                    waiting.append(received)
+                    return  # the thread of the first request answers it, and this one reads on
+                if key is not None:
+                    self._groups[key] = group
             read_on()
-        number, reply, arrays = message["id"], {}, []
-        with request.turns:
-            try:
-                request.check()
-                request.started = time.perf_counter()
-                reply["data"], arrays = worker.answer(message, request)
-            except Exception as fault:
-                reply["fault"] = _fault(fault)
-                if reply["fault"]["kind"] == "internal":
-                    traceback.print_exc(file=sys.stderr)
+        with nullcontext() if key is None else self._groups_turns[key[:3]], request.turns:
+            with self._lock:
+                if self._groups.get(key) is group:
+                    del self._groups[key]
+            # Cancelled and late requests would end the others.
+            live, late = list[_Received](), list[_Received]()
+            for one in group:
+                (late if one[2].over else live).append(one)
+            group = live + late
+            answers = [*self._answers(live), *(self._answer(*one[1:]) for one in late)]
+        for (stream, message, request), answer in zip(group, answers, strict=True):
+            self._reply(stream, message["id"], request, *answer)
+
+    def _answer(self, message: dict[str, Any], request: WorkerRequest) -> _Answer:
+        """Return the result or the error of a request, and its arrays."""
+        try:
+            request.check()
+            request.started = time.perf_counter()
+            data, arrays = self._worker.answer(message, request)
+            return {"data": data}, arrays
+        except Exception as fault:
+            found = _fault(fault)
+            if found["kind"] == "internal":
+                traceback.print_exc(file=sys.stderr)
+            return {"fault": found}, []
+
+    def _answers(self, group: list[_Received]) -> list[_Answer]:
+        """Return the results of requests, which are divided until those of each part can be answered together."""
+        if len(group) <= 1:
+            return [self._answer(*one[1:]) for one in group]
+        found, middle = self._answer_joined(group), len(group) // 2
+        return found or [*self._answers(group[:middle]), *self._answers(group[middle:])]
+
+    def _answer_joined(self, group: list[_Received]) -> list[_Answer] | None:
+        """Return the results of requests from one call; None if a text is truncated or empty, or an error occurs."""
+        requests, counts = [request for *_, request in group], [len(message["items"]) for _, message, _ in group]
+        joined = WorkerRequest(requests[0].key, min(request.until for request in requests), requests[0].priority)
+        joined.turns, joined.started = requests[0].turns, time.perf_counter()
+        items = [item for _, message, _ in group for item in message["items"]]
+        try:
+            data, arrays = self._worker.answer({**group[0][1], "items": items}, joined)
+        except Exception:
+            return None
+        table = joined.table
+        if joined.truncated or table is None or len(table) != joined.rows:
+            return None
+        rows, tokens = np.bincount(table.owners), np.bincount(table.owners, weights=table.lengths)
+        if len(rows) != len(items) or not rows.all():
+            return None
+        answers: list[_Answer] = []
+        for request, end, count in zip(requests, np.cumsum(counts).tolist(), counts, strict=True):
+            part = slice(end - count, end)
+            request.tokens, request.rows = int(tokens[part].sum()), int(rows[part].sum())
+            request.waited_s, request.tokenized_s = joined.waited_s, joined.tokenized_s
+            if request.gone:
+                answers.append(self._answer({}, request))
+                continue
+            answers.append(({"data": data[part] if isinstance(data, list) else data}, [one[part] for one in arrays]))
+        return answers
+
+    def _reply(
+        self, stream: Stream, number: int, request: WorkerRequest, reply: dict[str, Any], arrays: list[np.ndarray]
+    ) -> None:
+        batcher = self._worker.batcher
         self._requests.pop((stream, number), None)
         reply |= {
             "id": number, "tokens": request.tokens, "rows": request.rows, "dropped": request.dropped,
-            "truncated": request.truncated,
-            "waited_s": request.waited_s, "tokenized_s": request.tokenized_s, "took_s": time.perf_counter() - started,
-            "queued": worker.batcher.queued_tokens, "ran": worker.batcher.drained(),
-            "rate": worker.batcher.pace.now,
+            "truncated": request.truncated, "waited_s": request.waited_s, "tokenized_s": request.tokenized_s,
+            "took_s": time.perf_counter() - request.received, "queued": batcher.queued_tokens,
+            "ran": batcher.drained(), "rate": batcher.pace.now,
         }  # fmt: skip
         if request.timeline is not None:
             reply["timeline"] = request.timeline.to_steps()
@@ -261,6 +333,17 @@ class _Requests:
             except (TypeError, ValueError) as fault:  # a result without a JSON form becomes an error
                 traceback.print_exc(file=sys.stderr)
                 stream.write({**reply, "data": None, "fault": _fault(fault)})
+
+
+def _join_key(message: dict[str, Any]) -> Any:
+    """Return a value that is equal for requests that may be answered together; None for others."""
+    task, items = message["task"], message["items"]
+    if task not in JOINED_TASKS or "traced" in message or not 0 < count_characters(items) <= JOINED_CHARACTERS:
+        return None
+    kinds = set(map(type, items))
+    if len(kinds) > 1 or (kinds == {list} and task not in ("answer", "classify")):
+        return None
+    return kinds.pop(), *(repr(message.get(name)) for name in ("model", "task", "options", "key", "priority"))
 
 
 def serve(stream: Stream, fd_channel: int | None = None) -> None:

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from flodl import garbage_collection
 from flodl.garbage_collection import gc_frozen, gc_paused
 
 
@@ -68,3 +69,19 @@ def test_what_is_frozen_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) ->
     with gc_paused(settled=True):
         pass
     assert counted, "a program may have frozen something itself"
+
+
+def test_objects_that_the_program_froze_are_counted_once_and_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    count = gc.get_freeze_count
+    monkeypatch.setattr(garbage_collection, "_FROZEN", False)
+    gc.freeze()
+    try:
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or count())
+        for _ in range(3):
+            with gc_paused(settled=True):
+                pass
+        assert len(counted) == 1
+        assert count()
+    finally:
+        gc.unfreeze()

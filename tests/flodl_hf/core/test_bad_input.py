@@ -225,7 +225,7 @@ ARGUMENT_CASES = [
     Case("a number for a dtype", lambda f: None, ConfigError, ("dtype=16", "expected one of"), options={"dtype": 16}),
     Case("a misspelt attention", lambda f: None, ConfigError, ("attention='spda'", "did you mean 'sdpa'", "expected one of"), options={"attention": "spda"}),
     Case("an unknown problem type given", lambda f: None, ConfigError, ("problem_type='class'", "expected one of"), options={"problem_type": "class"}),
-    Case("a subfolder outside", lambda f: None, HubError, ("'../..'", "without '..'"), options={"subfolder": "../.."}),
+    Case("a subfolder outside", lambda f: None, HubError, ("'../..'", "leads out of it"), options={"subfolder": "../.."}),
 ]  # fmt: skip
 CASES = [*WEIGHT_CASES, *CONFIG_CASES, *TOKENIZER_CASES, *ARGUMENT_CASES]
 

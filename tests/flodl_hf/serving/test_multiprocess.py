@@ -187,8 +187,8 @@ def test_requests_of_all_links_share_batches_and_go_with_their_link(folders: dic
         until(lambda: not batcher._starting)
         with batcher._changed:
             batcher._starting = True
-        for held in links:
-            held.sendall(b"".join(pack_message({**asked, "items": items})))
+        for number, held in enumerate(links):  # each with its key, so that they are not answered together
+            held.sendall(b"".join(pack_message({**asked, "items": items, "key": str(number)})))
         until(lambda: batcher.queued_tokens == tokens)
 
     send(ours, ["the cat"], 12)
@@ -211,6 +211,80 @@ def test_requests_of_all_links_share_batches_and_go_with_their_link(folders: dic
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+TEXTS = ["the cat", "a dog sat", "the mat", "a cat and a dog", "no"]
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "items"),
+    [
+        ("embed", "embed", [[text] for text in TEXTS]),
+        ("embed", "embed", [TEXTS[:2], TEXTS[2:], ["a"]]),
+        ("classes", "classify", [[text] for text in TEXTS]),
+        ("ner", "entities", [[text] for text in TEXTS]),
+        ("qa", "answer", [[["what sat?", text]] for text in TEXTS]),
+        ("mlm", "fill_mask", [[f"{text} [MASK]"] for text in TEXTS]),
+        ("mlm", "fill_mask", [["[MASK] sat [MASK]"], ["the [MASK]"]]),
+    ],
+)
+def test_requests_that_are_answered_together_have_their_own_results(
+    folders: dict[str, Path], name: str, task: str, items: list[list[Any]]
+) -> None:
+    from flodl_hf.serving.request import WorkerRequest
+    from flodl_hf.serving.worker import Worker, _join_key, _Requests
+
+    worker = Worker(Settings(models=(Served("m", str(folders[name])),)).for_worker("cpu"))
+    requests, asked = _Requests(worker, 4), {"task": task, "model": "m", "options": {}, "key": "", "priority": 0}
+    messages = [{**asked, "items": part, "id": number} for number, part in enumerate(items)]
+    assert len({_join_key(message) for message in messages}) == 1
+    alone = [WorkerRequest() for _ in messages]
+    expected = [requests._answer(message, request) for message, request in zip(messages, alone, strict=True)]
+    worker.batcher.drained()
+    group: Any = [(None, message, WorkerRequest()) for message in messages]
+    found = requests._answers(group)
+    assert [rows for rows, _, _ in worker.batcher.drained()] == [sum(map(len, items))]
+    for (reply, arrays), (other, others), (*_, one), two in zip(found, expected, group, alone, strict=True):
+        _alike(reply["data"], other["data"])
+        for mine, theirs in zip(arrays, others, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+        assert (one.tokens, one.rows) == (two.tokens, two.rows)
+    # One that fails, and one that was cancelled, do not concern the others.
+    if task == "embed":
+        bad = [(None, {**messages[0], "items": ["cat " * 200]}, WorkerRequest()), (None, messages[1], WorkerRequest())]
+        bad[1][2].give_up()
+        (reply, _), *rest, (gone, _) = requests._answers([bad[0], *group, bad[1]])
+        assert (reply["fault"]["kind"], gone["fault"]["kind"]) == ("long", "given_up")
+        assert all("data" in reply for reply, _ in rest)
+
+
+def _alike(found: Any, expected: Any) -> None:
+    """Compare values whose numbers differ by rounding."""
+    if isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=1e-5)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            _alike(found[key], value)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for pair in zip(found, expected, strict=True):
+            _alike(*pair)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": "rerank"}, {"traced": "x"}, {"items": ["a" * 2000]}, {"items": []}, {"items": ["a", [1]]},
+        {"items": [[1, 2]]},
+    ],
+)  # fmt: skip
+def test_other_requests_are_answered_alone(change: dict[str, Any]) -> None:
+    from flodl_hf.serving.worker import _join_key
+
+    assert _join_key({"task": "embed", "model": "m", "items": ["a"]} | change) is None
 
 
 def test_an_answer_that_cannot_be_sent_is_a_fault_at_once() -> None:
