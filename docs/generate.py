@@ -21,9 +21,9 @@ from flodl_hf import errors as hf_errors
 from flodl_hf.cli.docs import exported, public_modules
 from flodl_hf.families import FAMILIES, index
 from flodl_hf.families.schema import Family
-from flodl_hf.families.schema.config_rows import REQUIRED, Inert, Row
+from flodl_hf.families.schema.config_rows import REQUIRED, IgnoredKey, Row
 from flodl_hf.families.schema.keys import IGNORED_TENSORS, KeyRow
-from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
+from flodl_hf.families.schema.shared_keys import COMMON_IGNORED_KEYS, FOREIGN
 from flodl_hf.families.schema.tasks import HEADS, TASKS, Task, task_named
 from flodl_hf.parity.published import checkpoints_of
 from flodl_hf.tokenization.classes import ALIASES, CLASSES
@@ -121,20 +121,20 @@ def families_page() -> str:
             for family in FAMILIES
         ),
     )
-    inert = table(("key", "why it changes nothing", "only at"), map(inert_row, COMMON_INERT))
+    ignored = table(("key", "why it changes nothing", "only at"), map(ignored_row, COMMON_IGNORED_KEYS))
     return joined(
         "# Families",
         NOTE,
         overview,
-        "A key of `config.json` is *used* (a row below), *inert* (known to have no effect here), *ignored* with a "
-        "warning (it contradicts what the family reads, and transformers reads that too), *refused* (another "
+        "A key of `config.json` is *used* (a row below), *ignored* (known to have no effect here), *conflicting* "
+        "(it contradicts what the family reads, as in transformers; loading warns), *refused* (another "
         "architecture's, or what code of the repository may read) or *noted*: a name that no family knows, told in the "
-        "load report. `strict_config=True` refuses what is noted or ignored. Keys that begin with an underscore, "
+        "load report. `strict_config=True` refuses what is noted or conflicting. Keys that begin with an underscore, "
         "and keys that are switched off (null, false, empty), ask for nothing. A default that is *told* is that of "
         "transformers for a size: loading warns where it is taken, and `strict_config=True` refuses the file.",
         *map(family_section, FAMILIES),
-        "## Inert in every family",
-        inert,
+        "## Ignored keys in every family",
+        ignored,
         "## Tensors ignored in every family",
         "Where a file holds one of them beside the weights, or one of whole numbers that no family names. (Others "
         "that belong to no part of the model are ignored with a warning.)",
@@ -250,8 +250,8 @@ def family_section(family: Family) -> str:
             (setting_row(row, meaning, family.left_out) for row in family.rows),
         ),
     ]
-    if family.inert:
-        parts.append(table(("inert key", "why it changes nothing", "only at"), map(inert_row, family.inert)))
+    if family.ignored_keys:
+        parts.append(table(("ignored key", "why it changes nothing", "only at"), map(ignored_row, family.ignored_keys)))
     parts += ["### Tensors of " + family.class_prefix, key_table(family.keys)]
     for head in HEADS:
         spec = family.heads.get(head.name)
@@ -284,8 +284,8 @@ def setting_row(row: Row, meaning: Mapping[str, str], left_out: Mapping[str, int
     return code(row.key), code(row.field), row.check.expected, default, meaning.get(row.field, "")
 
 
-def inert_row(entry: Inert) -> tuple[str, ...]:
-    """Return one inert key as cells."""
+def ignored_row(entry: IgnoredKey) -> tuple[str, ...]:
+    """Return one ignored key as cells."""
     only = "" if entry.only is None else ", ".join(code(repr(value)) for value in entry.only)
     return code(entry.key), entry.reason, only
 

@@ -18,7 +18,16 @@ from torch import nn
 
 from flodl.graph import Graph
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer
-from flodl_hf.families.schema.config_rows import Inert, Row, activation, count, epsilon, fraction, optional, padding_id
+from flodl_hf.families.schema.config_rows import (
+    IgnoredKey,
+    Row,
+    activation,
+    count,
+    epsilon,
+    fraction,
+    optional,
+    padding_id,
+)
 from flodl_hf.families.schema.keys import KeyRow, Tie
 from flodl_hf.families.schema.sizes import SIZES, EncoderSizes
 from flodl_hf.nn.attention.dot_product import SelfAttention
@@ -73,12 +82,12 @@ CONFIG = (
     Row("pad_token_id",       "pad_token_id",                 padding_id(), 0),
 )
 
-INERT = (
-    Inert("down_scale_factor",  "a note of the first release"),
-    Inert("gap_size",           "a note of the first release"),
-    Inert("net_structure_type", "a note of the first release"),
-    Inert("num_memory_blocks",  "a note of the first release"),
-    Inert("layers_to_keep",     "a note of the first release"),
+IGNORED_KEYS = (
+    IgnoredKey("down_scale_factor",  "a note of the first release"),
+    IgnoredKey("gap_size",           "a note of the first release"),
+    IgnoredKey("net_structure_type", "a note of the first release"),
+    IgnoredKey("num_memory_blocks",  "a note of the first release"),
+    IgnoredKey("layers_to_keep",     "a note of the first release"),
 )
 
 BLOCK = "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}"
@@ -213,7 +222,7 @@ FAMILY = Family(
         "intermediate_size": 16384, "max_positions": 512,
     },
     rows=CONFIG,
-    inert=INERT,
+    ignored_keys=IGNORED_KEYS,
     keys=KEYS,
     encoder=encoder,
     pooler=lambda c: pooler(c.hidden_size),

@@ -14,7 +14,7 @@ from flodl.graph import Graph
 from flodl_hf.families import deberta_v2
 from flodl_hf.families.deberta_v2 import DebertaConfig
 from flodl_hf.families.schema import FamilyTokenizer
-from flodl_hf.families.schema.config_rows import Inert
+from flodl_hf.families.schema.config_rows import IgnoredKey
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.sizes import BASE_SIZES
 from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
@@ -31,10 +31,10 @@ LATER = (
 CONFIG = tuple(row for row in deberta_v2.CONFIG if row.field not in LATER)
 
 # fmt: off
-INERT = (
-    *deberta_v2.INERT,
-    Inert("attention_head_size", "heads have hidden_size / num_attention_heads, for any value"),
-    Inert("talking_head",        "mixes the weights of heads, which no published file does", (False,)),
+IGNORED_KEYS = (
+    *deberta_v2.IGNORED_KEYS,
+    IgnoredKey("attention_head_size", "heads have hidden_size / num_attention_heads, for any value"),
+    IgnoredKey("talking_head",        "mixes the weights of heads, which no published file does", (False,)),
 )
 
 LAYER = "encoder.layers.{i}.attention."
@@ -109,7 +109,7 @@ FAMILY = deberta_v2.FAMILY.renamed(
     "Deberta",
     rows=CONFIG,
     left_out=BASE_SIZES | {"vocab_size": 50265},
-    inert=INERT,
+    ignored_keys=IGNORED_KEYS,
     keys=KEYS,
     also=ALSO,
     prefixes=("bert",),

@@ -24,7 +24,7 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.families.schema.config_rows import (
     Check,
-    Inert,
+    IgnoredKey,
     Row,
     activation,
     boolean,
@@ -189,14 +189,14 @@ CONFIG = (
     Row("pad_token_id",           "pad_token_id",                 padding_id(), 0),
 )
 
-INERT = (
-    Inert("classifier_dropout",   "classifiers of this family take cls_dropout and hidden_dropout_prob"),
-    Inert("padding_idx",          "an older name of pad_token_id"),
-    Inert("summary_type",         "a note of summary heads; this family pools its first token"),
-    Inert("summary_use_proj",     "a note of summary heads"),
-    Inert("summary_activation",   "a note of summary heads; pooler_hidden_act replaces it"),
-    Inert("summary_last_dropout", "a note of summary heads; pooler_dropout replaces it"),
-    Inert("z_steps",              "further passes of the last layer, which the reference never runs", said=True),
+IGNORED_KEYS = (
+    IgnoredKey("classifier_dropout",   "classifiers of this family take cls_dropout and hidden_dropout_prob"),
+    IgnoredKey("padding_idx",          "an older name of pad_token_id"),
+    IgnoredKey("summary_type",         "a note of summary heads; this family pools its first token"),
+    IgnoredKey("summary_use_proj",     "a note of summary heads"),
+    IgnoredKey("summary_activation",   "a note of summary heads; pooler_hidden_act replaces it"),
+    IgnoredKey("summary_last_dropout", "a note of summary heads; pooler_dropout replaces it"),
+    IgnoredKey("z_steps",              "further passes of the last layer, which the reference never runs", noted=True),
 )
 
 KEYS = (
@@ -441,7 +441,7 @@ FAMILY = Family(
         "vocab_size": 128100, "hidden_size": 1536, "num_layers": 24, "num_heads": 24, "intermediate_size": 6144,
     },
     rows=CONFIG,
-    inert=INERT,
+    ignored_keys=IGNORED_KEYS,
     keys=KEYS,
     ignored=IGNORED,
     encoder=encoder,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from flodl.graph import Graph
 from flodl_hf.families import bert
 from flodl_hf.families.schema import Family, FamilyHead
-from flodl_hf.families.schema.config_rows import Inert, Row, activation, count, fraction, padding_id
+from flodl_hf.families.schema.config_rows import IgnoredKey, Row, activation, count, fraction, padding_id
 from flodl_hf.families.schema.keys import KeyRow, Tie
 from flodl_hf.families.schema.sizes import BASE_SIZES, EncoderSizes
 from flodl_hf.nn.attention.dot_product import SelfAttention
@@ -62,8 +62,8 @@ CONFIG = (
     Row("pad_token_id",       "pad_token_id",            padding_id(), 0),
 )
 
-INERT = (
-    Inert("sinusoidal_pos_embds", "how the position table was first filled; its values are in the weights"),
+IGNORED_KEYS = (
+    IgnoredKey("sinusoidal_pos_embds", "how the position table was first filled; its values are in the weights"),
 )
 
 KEYS = (
@@ -142,7 +142,7 @@ FAMILY = Family(
     config=DistilBertConfig,
     left_out=BASE_SIZES | {"vocab_size": 30522, "num_layers": 6, "max_positions": 512},
     rows=CONFIG,
-    inert=INERT,
+    ignored_keys=IGNORED_KEYS,
     keys=KEYS,
     encoder=encoder,
     heads=HEADS,

@@ -19,7 +19,7 @@ from flodl.graph import FlowBuilder, Graph
 from flodl_hf.families import bert, roberta
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored, PassthroughTensor
 from flodl_hf.families.schema.config_rows import (
-    Inert,
+    IgnoredKey,
     Row,
     boolean,
     count,
@@ -93,13 +93,13 @@ CONFIG = (
     Row("norm_eps",          "layer_norm_eps",               epsilon(), 1e-12),
 )
 
-INERT = (
+IGNORED_KEYS = (
     HEAD_WIDTH,
-    Inert("hidden_act",         "its activation is always GELU"),
-    Inert("classifier_dropout", "classifiers drop as the states do"),
-    Inert("is_folding_model",   "ESMFold's structures are no head here", (False,)),
-    Inert("esmfold_config",     "of ESMFold", (None,)),
-    Inert("vocab_list",         "of ESMFold", (None,)),
+    IgnoredKey("hidden_act",         "its activation is always GELU"),
+    IgnoredKey("classifier_dropout", "classifiers drop as the states do"),
+    IgnoredKey("is_folding_model",   "ESMFold's structures are no head here", (False,)),
+    IgnoredKey("esmfold_config",     "of ESMFold", (None,)),
+    IgnoredKey("vocab_list",         "of ESMFold", (None,)),
 )
 
 MOVED = {
@@ -256,7 +256,7 @@ FAMILY = Family(
     config=EsmConfig,
     left_out=BASE_SIZES,
     rows=CONFIG,
-    inert=INERT,
+    ignored_keys=IGNORED_KEYS,
     keys=KEYS,
     ignored=IGNORED,
     methods={"predict_contacts": "flodl_hf.models.protein_contacts:predict_contacts"},

@@ -18,7 +18,7 @@ from torch import nn
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer
 from flodl_hf.families.schema.config_rows import (
-    Inert,
+    IgnoredKey,
     Row,
     activation,
     boolean,
@@ -97,10 +97,10 @@ CONFIG = (
     *rotary_rows(10_000.0),
 )
 
-INERT = (
-    *(Inert(f"{role}_token", "the tokenizer's files specify it") for role in ("bos", "eos", "pad", "mask")),
-    Inert("hidden_dropout", "its layers drop no states"),
-    Inert("pretraining_tp", "how the reference may cut its products"),
+IGNORED_KEYS = (
+    *(IgnoredKey(f"{role}_token", "the tokenizer's files specify it") for role in ("bos", "eos", "pad", "mask")),
+    IgnoredKey("hidden_dropout", "its layers drop no states"),
+    IgnoredKey("pretraining_tp", "how the reference may cut its products"),
 )
 
 LAYER = "model.layers.{i}"
@@ -194,7 +194,7 @@ FAMILY = Family(
     config=EuroBertConfig,
     left_out=BASE_SIZES | {"vocab_size": 128256},
     rows=CONFIG,
-    inert=INERT,
+    ignored_keys=IGNORED_KEYS,
     keys=KEYS,
     encoder=encoder,
     heads=HEADS,

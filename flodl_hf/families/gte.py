@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from flodl.graph import Graph
 from flodl_hf.families import bert, roberta
 from flodl_hf.families.schema import Family, FamilyHead
-from flodl_hf.families.schema.config_rows import Inert, changed, count
+from flodl_hf.families.schema.config_rows import IgnoredKey, changed, count
 from flodl_hf.families.schema.keys import KeyRow, Tie
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import BASE_SIZES, rotary_rows
@@ -48,15 +48,15 @@ CHANGED = {
 }
 CONFIG = (*changed(bert.CONFIG, CHANGED), *rotary_rows(160_000.0))
 
-INERT = (
+IGNORED_KEYS = (
     HEAD_WIDTH,
-    Inert("position_embedding_type",        "positions are rotations", ("rope", "absolute", None)),
-    Inert("layer_norm_type",                "the one that there is", ("layer_norm", None)),
-    Inert("logn_attention_scale",           "scores are not scaled by their text's length", (False, None)),
-    Inert("logn_attention_clip1",           "scores are not scaled by their text's length", (False, None)),
-    Inert("pack_qkv",                       "how files store query, key and value", (True, None)),
-    Inert("unpad_inputs",                   "how the repository's own code arranges tokens"),
-    Inert("use_memory_efficient_attention", "chooses kernels, not numbers"),
+    IgnoredKey("position_embedding_type",        "positions are rotations", ("rope", "absolute", None)),
+    IgnoredKey("layer_norm_type",                "the one that there is", ("layer_norm", None)),
+    IgnoredKey("logn_attention_scale",           "scores are not scaled by their text's length", (False, None)),
+    IgnoredKey("logn_attention_clip1",           "scores are not scaled by their text's length", (False, None)),
+    IgnoredKey("pack_qkv",                       "how files store query, key and value", (True, None)),
+    IgnoredKey("unpad_inputs",                   "how the repository's own code arranges tokens"),
+    IgnoredKey("use_memory_efficient_attention", "chooses kernels, not numbers"),
 )
 
 LAYER = "gte.encoder.layer.{i}"
@@ -132,7 +132,7 @@ FAMILY = Family(
     config=GteConfig,
     rows=CONFIG,
     left_out=BASE_SIZES | {"vocab_size": 250048},
-    inert=INERT,
+    ignored_keys=IGNORED_KEYS,
     keys=KEYS,
     also=ALSO,
     encoder=encoder,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from flodl.graph import Graph
 from flodl_hf.families import bert
-from flodl_hf.families.schema.config_rows import Inert, Row, changed, one_of
+from flodl_hf.families.schema.config_rows import IgnoredKey, Row, changed, one_of
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.nn.attention.distances import SlopedBias
 from flodl_hf.nn.attention.dot_product import SelfAttention
@@ -40,10 +40,10 @@ CONFIG = (
     Row("gate", "feed_forward_type", one_of(*GATES), "geglu"),
 )
 
-INERT = (
-    Inert("position_embedding_type", "scores fall with distance, without a table", ("alibi", None)),
-    Inert("model_max_length",        "the tokenizer's files specify it"),
-    Inert("emb_pooler",              "sentence-transformers' files specify the pooling of texts"),
+IGNORED_KEYS = (
+    IgnoredKey("position_embedding_type", "scores fall with distance, without a table", ("alibi", None)),
+    IgnoredKey("model_max_length",        "the tokenizer's files specify it"),
+    IgnoredKey("emb_pooler",              "sentence-transformers' files specify the pooling of texts"),
 )
 
 MOVED = {
@@ -82,7 +82,7 @@ def encoder(c: JinaBertConfig) -> Graph:
 TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm")
 
 FAMILY = bert.FAMILY.renamed(
-    "jina_bert", "JinaBert", config=JinaBertConfig, rows=CONFIG, inert=INERT, keys=KEYS, encoder=encoder,
+    "jina_bert", "JinaBert", config=JinaBertConfig, rows=CONFIG, ignored_keys=IGNORED_KEYS, keys=KEYS, encoder=encoder,
     heads={task: bert.HEADS[task] for task in TASKS}, pretraining={}, tiny={}, real={},
     takes_prefix=False,
     claims={"model_type": ("bert",), "position_embedding_type": ("alibi",)},

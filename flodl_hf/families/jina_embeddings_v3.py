@@ -18,7 +18,7 @@ from typing import Any
 from flodl.graph import Graph
 from flodl_hf.families import bert, roberta
 from flodl_hf.families.schema import Ignored
-from flodl_hf.families.schema.config_rows import Check, Inert, Row, boolean, changed, count, padding_id
+from flodl_hf.families.schema.config_rows import Check, IgnoredKey, Row, boolean, changed, count, padding_id
 from flodl_hf.families.schema.keys import KeyRow
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import rotary_rows, wavelength
@@ -100,7 +100,7 @@ TASKS = ("sequence_classification", "token_classification", "question_answering"
 
 FAMILY = bert.FAMILY.renamed(
     "jina_embeddings_v3", "JinaEmbeddingsV3", base_prefix="roberta", config=JinaEmbeddingsV3Config, rows=CONFIG,
-    keys=KEYS, also=ALSO, inert=(HEAD_WIDTH,), ignored=(), encoder=encoder,
+    keys=KEYS, also=ALSO, ignored_keys=(HEAD_WIDTH,), ignored=(), encoder=encoder,
     heads={task: roberta.HEADS[task] for task in TASKS}, pretraining={},
     takes_prefix=False, tokenizer=roberta.PIECES,
     left_out={
@@ -141,17 +141,17 @@ TASKED_CONFIG = (
     Row("has_adapters",  "load_trained_adapters", boolean(), True),
 )
 
-TASKED_INERT = (
+TASKED_IGNORED_KEYS = (
     HEAD_WIDTH,
-    Inert("position_embedding_type",    "positions are rotations", ("rotary",)),
-    Inert("task_instructions",          "what `embed` puts before texts of a task"),
-    Inert("lora_dropout_p",             "an option of training adapters"),
-    Inert("lora_main_params_trainable", "an option of training adapters"),
-    Inert("matryoshka_dimensions",      "what `truncate_dim` may be"),
-    Inert("truncate_dim",               "an option of each call of `embed`", (None,)),
-    Inert("emb_pooler",                 "sentence-transformers' files specify the pooling of texts"),
-    Inert("use_flash_attn",             "chooses kernels, not numbers"),
-    Inert("use_reg_tokens",             "there are no registers", (False, None)),
+    IgnoredKey("position_embedding_type",    "positions are rotations", ("rotary",)),
+    IgnoredKey("task_instructions",          "what `embed` puts before texts of a task"),
+    IgnoredKey("lora_dropout_p",             "an option of training adapters"),
+    IgnoredKey("lora_main_params_trainable", "an option of training adapters"),
+    IgnoredKey("matryoshka_dimensions",      "what `truncate_dim` may be"),
+    IgnoredKey("truncate_dim",               "an option of each call of `embed`", (None,)),
+    IgnoredKey("emb_pooler",                 "sentence-transformers' files specify the pooling of texts"),
+    IgnoredKey("use_flash_attn",             "chooses kernels, not numbers"),
+    IgnoredKey("use_reg_tokens",             "there are no registers", (False, None)),
 )
 # fmt: on
 
@@ -180,7 +180,7 @@ ADAPTED = (
 )  # fmt: skip
 
 TASKED = FAMILY.renamed(
-    "jina_embeddings_v3_tasks", "XLMRoberta", config=TaskedConfig, rows=TASKED_CONFIG, inert=TASKED_INERT,
+    "jina_embeddings_v3_tasks", "XLMRoberta", config=TaskedConfig, rows=TASKED_CONFIG, ignored_keys=TASKED_IGNORED_KEYS,
     keys=_tasked_keys(), also=(), heads={}, tiny={}, real={},
     claims={"model_type": ("xlm-roberta",), "position_embedding_type": ("rotary",), "lora_adaptations": ()},
     ignored=tuple(

@@ -21,7 +21,7 @@ from flodl.graph import Graph
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer
 from flodl_hf.families.schema.config_rows import (
     Check,
-    Inert,
+    IgnoredKey,
     Row,
     activation,
     boolean,
@@ -137,15 +137,15 @@ CONFIG = (
     Row("pad_token_id",          "pad_token_id",               padding_id(), within_vocabulary(50283)),
 )
 
-INERT = (
+IGNORED_KEYS = (
     HEAD_WIDTH,
-    Inert("initializer_cutoff_factor", "only used for new weights"),
-    Inert("deterministic_flash_attn",  "chooses kernels, not numbers"),
-    Inert("reference_compile",         "chooses kernels, not numbers"),
-    Inert("repad_logits_with_grad",    "how the reference arranges tokens"),
-    Inert("sparse_prediction",         "word scores are returned for every token; the loss is the same", said=True),
-    Inert("sparse_pred_ignore_index",  "the label of tokens that do not count", (-100,)),
-    Inert("layer_norm_eps",            "an older name of norm_eps, which the reference does not read"),
+    IgnoredKey("initializer_cutoff_factor", "only used for new weights"),
+    IgnoredKey("deterministic_flash_attn",  "chooses kernels, not numbers"),
+    IgnoredKey("reference_compile",         "chooses kernels, not numbers"),
+    IgnoredKey("repad_logits_with_grad",    "how the reference arranges tokens"),
+    IgnoredKey("sparse_prediction",         "scores are returned for every token; the loss is the same", noted=True),
+    IgnoredKey("sparse_pred_ignore_index",  "the label of tokens that do not count", (-100,)),
+    IgnoredKey("layer_norm_eps",            "an older name of norm_eps, which the reference does not read"),
 )
 
 KEYS = (
@@ -246,7 +246,7 @@ FAMILY = Family(
     config=ModernBertConfig,
     left_out=BASE_SIZES | {"vocab_size": 50368, "num_layers": 22, "intermediate_size": 1152},
     rows=CONFIG,
-    inert=INERT,
+    ignored_keys=IGNORED_KEYS,
     keys=KEYS,
     encoder=encoder,
     heads=HEADS,

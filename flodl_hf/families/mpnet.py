@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from flodl.graph import Graph
 from flodl_hf.families import bert, roberta
 from flodl_hf.families.schema import Family, FamilyHead
-from flodl_hf.families.schema.config_rows import Inert, Row, activation, count, epsilon, fraction
+from flodl_hf.families.schema.config_rows import IgnoredKey, Row, activation, count, epsilon, fraction
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.nn.attention.distances import RelativeBias
@@ -61,8 +61,8 @@ CONFIG = (
     Row("norm_eps",           "layer_norm_eps",                 epsilon(), 1e-12),
 )
 
-INERT = (
-    Inert("pad_token_id", "the reference pads with id 1, for any value"),
+IGNORED_KEYS = (
+    IgnoredKey("pad_token_id", "the reference pads with id 1, for any value"),
 )
 
 MOVED = {
@@ -129,7 +129,7 @@ FAMILY = Family(
     config=MPNetConfig,
     left_out=BASE_SIZES | {"vocab_size": 30527, "max_positions": 512},
     rows=CONFIG,
-    inert=INERT,
+    ignored_keys=IGNORED_KEYS,
     keys=KEYS,
     encoder=encoder,
     pooler=bert.FAMILY.pooler,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from flodl.graph import Graph
 from flodl_hf.families import bert, gte
 from flodl_hf.families.schema.config_rows import (
-    Inert,
+    IgnoredKey,
     Row,
     activation,
     count,
@@ -83,9 +83,9 @@ CONFIG = (
 
 _SAME = "otherwise another model"
 _OWN = "an option of the repository's own code, which changes no number"
-INERT = (
+IGNORED_KEYS = (
     *(
-        Inert(key, _SAME, (usual, None))
+        IgnoredKey(key, _SAME, (usual, None))
         for key, usual in {
             "prenorm": False, "parallel_block": False, "parallel_block_tied_norm": False, "use_rms_norm": False,
             "causal": False, "qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False,
@@ -95,17 +95,17 @@ INERT = (
         }.items()
     ),
     *(
-        Inert(key, _OWN)
+        IgnoredKey(key, _OWN)
         for key in (
             "use_flash_attn", "fused_bias_fc", "fused_dropout_add_ln", "use_xentropy", "dense_seq_output",
             "pad_vocab_size_multiple", "reorder_and_upcast_attn", "last_layer_subset",
         )
     ),
     *(
-        Inert(f"summary_{key}", "a note of summary heads")
+        IgnoredKey(f"summary_{key}", "a note of summary heads")
         for key in ("type", "use_proj", "activation", "first_dropout", "proj_to_labels")
     ),
-    Inert("head_dim", "repeats the width of a head; a file of another would not fit"),
+    IgnoredKey("head_dim", "repeats the width of a head; a file of another would not fit"),
 )
 
 LAYER = "nomic_bert.encoder.layers.{i}"
@@ -166,7 +166,7 @@ FAMILY = gte.FAMILY.renamed(
     config=NomicBertConfig,
     rows=CONFIG,
     left_out={**gte.FAMILY.left_out, "vocab_size": 30528},
-    inert=INERT,
+    ignored_keys=IGNORED_KEYS,
     keys=KEYS,
     also=ALSO,
     encoder=encoder,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from flodl.graph import Graph
 from flodl_hf.families import bert, electra
 from flodl_hf.families.schema import FamilyHead, PassthroughTensor
-from flodl_hf.families.schema.config_rows import Inert, Row, boolean, changed
+from flodl_hf.families.schema.config_rows import IgnoredKey, Row, boolean, changed
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import PairedRotary
@@ -53,10 +53,10 @@ CONFIG = (
     Row("rotary_value", "rotary_value", boolean(), False),
 )
 
-INERT = (
-    Inert("classifier_dropout", "classifiers drop as the states do"),
-    Inert("use_bias",           "RoFormer v2 is another architecture", (True,)),
-    Inert("norm_type",          "RoFormer v2 is another architecture", ("layer_norm",)),
+IGNORED_KEYS = (
+    IgnoredKey("classifier_dropout", "classifiers drop as the states do"),
+    IgnoredKey("use_bias",           "RoFormer v2 is another architecture", (True,)),
+    IgnoredKey("norm_type",          "RoFormer v2 is another architecture", ("layer_norm",)),
 )
 
 KEYS = (
@@ -136,8 +136,8 @@ TOKENIZER = replace(bert.TOKENIZER, words="jieba's dictionary (class RoFormerTok
 
 FAMILY = bert.FAMILY.renamed(
     "roformer", "RoFormer", base_prefix="roformer", takes_prefix=False, config=RoFormerConfig, rows=CONFIG,
-    inert=INERT, keys=KEYS, ignored=(), kept=KEPT, encoder=encoder, pooler=None, heads=HEADS, pretraining={},
-    tokenizer=TOKENIZER, left_out={**bert.FAMILY.left_out, "vocab_size": 50000, "max_positions": 1536},
+    ignored_keys=IGNORED_KEYS, keys=KEYS, ignored=(), kept=KEPT, encoder=encoder, pooler=None, heads=HEADS,
+    pretraining={}, tokenizer=TOKENIZER, left_out={**bert.FAMILY.left_out, "vocab_size": 50000, "max_positions": 1536},
     tiny={
         "base": {"embedding_size": 16, "summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"},
         "values too": {"rotary_value": True, "summary_type": "first"},

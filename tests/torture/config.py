@@ -71,12 +71,12 @@ def settings(family: str) -> dict[str, Any]:
 def _keys(family: str) -> tuple[str, ...]:
     """Return the keys that are changed: the file's, the family's, other families', and those of everyone."""
     from flodl_hf.families import families
-    from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
+    from flodl_hf.families.schema.shared_keys import COMMON_IGNORED_KEYS, FOREIGN
 
     own = next(known for known in families() if known.model_type == family)
     named = [*settings(family), *(name for row in own.rows for name in (row.key, *row.aliases))]
     others = [row.key for other in families() for row in other.rows]
-    common = [entry.key for entry in (*COMMON_INERT, *FOREIGN, *own.inert)]
+    common = [entry.key for entry in (*COMMON_IGNORED_KEYS, *FOREIGN, *own.ignored_keys)]
     # What the file has counts three times: it is what somebody changes.
     return (*settings(family), *settings(family), *dict.fromkeys([*named, *others, *common]))
 

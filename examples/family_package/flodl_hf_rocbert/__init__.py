@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flodl_hf.families import bert
-from flodl_hf.families.schema import FamilyHead, Inert, KeyRow, PassthroughTensor
+from flodl_hf.families.schema import FamilyHead, IgnoredKey, KeyRow, PassthroughTensor
 from flodl_hf.nn.encoder import task_heads
 
 __all__ = ["GTE_ANSWERS", "ROC_BERT"]
@@ -15,10 +15,10 @@ ROC_BERT = bert.FAMILY.renamed(
     "roc_bert",
     "RoCBert",
     base_prefix="roc_bert",
-    inert=(
-        Inert("concat_input", "nothing is concatenated to the word embeddings", (False,)),
-        *(Inert(f"{kind}_{size}", _NOT_CALLED) for kind in _KINDS for size in ("embed_dim", "vocab_size")),
-        *(Inert(f"enable_{kind}", _NOT_CALLED) for kind in _KINDS),
+    ignored_keys=(
+        IgnoredKey("concat_input", "nothing is concatenated to the word embeddings", (False,)),
+        *(IgnoredKey(f"{kind}_{size}", _NOT_CALLED) for kind in _KINDS for size in ("embed_dim", "vocab_size")),
+        *(IgnoredKey(f"enable_{kind}", _NOT_CALLED) for kind in _KINDS),
     ),
     kept=tuple(PassthroughTensor(f"roc_bert.embeddings.{kind}_embed.weight", _NOT_CALLED) for kind in _KINDS),
     pretraining={},

@@ -35,7 +35,7 @@ from flodl_hf.families import match_config, model_types, named, row_of
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import REQUIRED, Triage, boolean, one_of, read_rows, refuse
 from flodl_hf.families.schema.config_rows import Row as Row
-from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
+from flodl_hf.families.schema.shared_keys import COMMON_IGNORED_KEYS, FOREIGN
 
 __all__ = ["ModelConfig"]
 
@@ -176,7 +176,7 @@ class ModelConfig:
         oddities = _told(odd or Odd(), source, family, problems, ignore_config_keys, strict=strict_config)
         decide = Triage(
             (*family.rows, *_SHARED_ROWS),
-            (*family.inert, *COMMON_INERT),
+            (*family.ignored_keys, *COMMON_IGNORED_KEYS),
             FOREIGN,
             row_of,
             _LABEL_KEYS,

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flodl_hf.families.schema.config_rows import Inert, Row
+    from flodl_hf.families.schema.config_rows import IgnoredKey, Row
     from flodl_hf.families.schema.keys import KeyRow, Tie
     from flodl_hf.families.schema.record import Family, FamilyHead, FamilyTokenizer, Ignored, PassthroughTensor
 
@@ -26,14 +26,24 @@ _WHERE = {
     "FamilyHead": "record",
     "FamilyTokenizer": "record",
     "Ignored": "record",
-    "Inert": "config_rows",
+    "IgnoredKey": "config_rows",
     "PassthroughTensor": "record",
     "KeyRow": "keys",
     "Row": "config_rows",
     "Tie": "keys",
 }
 
-__all__ = ["Family", "FamilyHead", "FamilyTokenizer", "Ignored", "Inert", "KeyRow", "PassthroughTensor", "Row", "Tie"]
+__all__ = [
+    "Family",
+    "FamilyHead",
+    "FamilyTokenizer",
+    "Ignored",
+    "IgnoredKey",
+    "KeyRow",
+    "PassthroughTensor",
+    "Row",
+    "Tie",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
 """Rows of ``config.json``: how one key becomes one field, and how all other keys are treated.
 
-A key is *used* (a row reads it into a field), *inert* (known to have no effect, with the reason, sometimes only for one
-value), *refused* (it changes the numbers and is not supported), or *noted*: no family knows it, its value is plain, and
-it has no effect on numbers here or in transformers. All faults of a file are collected and raised once. The file of a
-family defines its fields; ``shared_keys.py`` defines the keys that all families share.
+A key is *used* (a row reads it into a field), *ignored* (known to have no effect, with the reason, sometimes only for
+one value), *refused* (it changes the numbers and is not supported), or *noted*: no family knows it, its value is plain,
+and it has no effect on numbers here or in transformers. All faults of a file are collected and raised once. The file
+of a family defines its fields; ``shared_keys.py`` defines the keys that all families share.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def changed(rows: Sequence[Row], changes: Mapping[str, Mapping[str, Any]]) -> tu
 
 
 @dataclass(frozen=True)
-class Inert:
+class IgnoredKey:
     """A key without effect.
 
     With ``only``, it has no effect for these values, or switched off where null is one of them; with ``repeats``, if it
     equals our field of that name (``head_width`` is the width of a head). Other values are refused, or ignored where
     transformers does not read a key that ``repeats``; ``read`` means that transformers reads it. The load report
-    lists a ``said`` key that differs from ``usual`` or from the value that it repeats.
+    lists a ``noted`` key that differs from ``usual`` or from the value that it repeats.
     """
 
     key: str
@@ -84,7 +84,7 @@ class Inert:
     only: tuple[Any, ...] | None = None
     repeats: str | None = None
     read: bool = False
-    said: bool = False
+    noted: bool = False
     usual: Any = False
 
 
@@ -252,7 +252,7 @@ class Triage:
 
     Args:
         rows: the family's rows and the shared ones.
-        inert: keys without effect, first of the family, then common ones.
+        ignored_keys: keys without effect, first of the family, then common ones.
         foreign: keys of other architectures, which change the numbers.
         elsewhere: ``elsewhere(key)`` returns the row of another family that reads a key, or None.
         shared: keys read by other means than rows.
@@ -261,7 +261,7 @@ class Triage:
     """
 
     rows: Sequence[Row]
-    inert: Sequence[Inert]
+    ignored_keys: Sequence[IgnoredKey]
     foreign: Sequence[Foreign]
     elsewhere: Callable[[str], Row | None]
     shared: Sequence[str] = ()
@@ -289,15 +289,15 @@ class Triage:
             strict: also refuse keys that are unknown to every family.
         """
         used = {key for row in self.rows for key in (row.key, *row.aliases)} | set(self.shared)
-        inert = {entry.key: entry for entry in reversed(self.inert)}
+        ignored = {entry.key: entry for entry in reversed(self.ignored_keys)}
         foreign = {entry.key: entry for entry in self.foreign}
         notes: list[str] = []
         for key, value in source.items():
             if key in used or key in ignore:
                 continue
-            entry = inert.get(key)
+            entry = ignored.get(key)
             if entry is not None:
-                self._inert(entry, value, fields, problems, notes)
+                self._ignore(entry, value, fields, problems, notes)
                 continue
             if key.startswith("_") or _off(value):
                 continue
@@ -319,20 +319,20 @@ class Triage:
                 )
             elif strict or (isinstance(value, Mapping) and source.get("auto_map")):
                 # Code of the repository may read a table; without such code transformers ignores it.
-                hint = nearest(key, [*used, *inert])
+                hint = nearest(key, [*used, *ignored])
                 problems.append(f"{found}, a setting that is not understood; expected one that is{hint}")
             else:
                 notes.append(f"{_cut(key)}: {shown(value, 60)} is not known to any family and changes nothing")
         return notes
 
-    def _inert(
-        self, entry: Inert, value: Any, fields: Mapping[str, Any], problems: list[str], notes: list[str]
+    def _ignore(
+        self, entry: IgnoredKey, value: Any, fields: Mapping[str, Any], problems: list[str], notes: list[str]
     ) -> None:
         if entry.repeats is not None:
             expected = _repeated(entry.repeats, fields)
             if _off(value) or expected is None or value == expected:
                 return
-            if entry.said:
+            if entry.noted:
                 notes.append(f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})")
             elif entry.read:
                 problems.append(f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason})")
@@ -348,7 +348,7 @@ class Triage:
             problems.append(
                 f"{entry.key}: found {shown(value, 60)}, which is not supported; expected {allowed} ({entry.reason})"
             )
-        elif entry.said and value is not None and value != entry.usual and not (entry.usual is False and _off(value)):
+        elif entry.noted and value is not None and value != entry.usual and not (entry.usual is False and _off(value)):
             notes.append(f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})")
 
     def _elsewhere(

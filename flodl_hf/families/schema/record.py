@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.families.schema.config_rows import Inert, Row
+from flodl_hf.families.schema.config_rows import IgnoredKey, Row
 from flodl_hf.families.schema.keys import KeyMap, KeyRow, Tie, rows_under
 
 
@@ -143,7 +143,7 @@ class Family:
         base_prefix: the first part of the encoder's tensor names in the file of a task model.
         config: the frozen dataclass of the encoder's settings.
         rows: the rows that read ``config`` from ``config.json``.
-        inert: keys without effect in this family.
+        ignored_keys: keys without effect in this family.
         keys: rows of embeddings, layers and pooler; their names begin with ``base_prefix``.
         also: rows of other names of the same tensors in files: older names, or transformers' names of modules where
             its files differ.
@@ -182,7 +182,7 @@ class Family:
     encoder: Callable[[Any], Graph]
     heads: Mapping[str, FamilyHead]
     pooler: Callable[[Any], Graph] | None = None
-    inert: tuple[Inert, ...] = ()
+    ignored_keys: tuple[IgnoredKey, ...] = ()
     also: tuple[KeyRow, ...] = ()
     prefixes: tuple[str, ...] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Keys of ``config.json``: used, inert, noted or refused, in every family."""
+"""Keys of ``config.json``: used, ignored, noted or refused, in every family."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import AutoConfig, AutoModelForSequenceClassification, load
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
-from flodl_hf.families.schema.shared_keys import COMMON_INERT, FOREIGN
+from flodl_hf.families.schema.shared_keys import COMMON_IGNORED_KEYS, FOREIGN
 from flodl_hf.heads.base import BaseModel
 from flodl_hf.parity.cell import settings_of
 
@@ -86,7 +86,9 @@ def test_an_unknown_plain_value_is_noted_and_refused_when_asked(model_type: str)
 
 def read_by(model_type: str) -> set[str]:
     family = next(f for f in FAMILIES if f.model_type == model_type)
-    return {key for row in family.rows for key in (row.key, *row.aliases)} | {entry.key for entry in family.inert}
+    return {key for row in family.rows for key in (row.key, *row.aliases)} | {
+        entry.key for entry in family.ignored_keys
+    }
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -107,7 +109,7 @@ def others() -> list[tuple[str, str]]:
     """Return each family with each key that only other families read."""
     found = []
     # Keys of another architecture, and those that change nothing in any family but one.
-    foreign = {entry.key for entry in (*FOREIGN, *COMMON_INERT)}
+    foreign = {entry.key for entry in (*FOREIGN, *COMMON_IGNORED_KEYS)}
     for family in FAMILIES:
         shared = {"tie_word_embeddings", "embedding_size", *read_by(family.model_type), *foreign}
         keys = dict.fromkeys(row.key for other in FAMILIES for row in other.rows if row.key not in shared)
@@ -265,7 +267,7 @@ def test_heads_that_are_stated_twice_are_those_of_the_sizes(model_type: str, key
     assert made(model_type, **{key: same}).notes == ()
     if key not in read_by(model_type):
         passed_over(model_type, {key: 1}, f"{key}: found 1; expected {same} .*transformers ignores it")
-    elif any(entry.key == key and entry.read for entry in BY_TYPE[model_type].inert):
+    elif any(entry.key == key and entry.read for entry in BY_TYPE[model_type].ignored_keys):
         with pytest.raises(ConfigError, match=f"{key}: found 1; expected {same} .*not supported"):
             made(model_type, **{key: 1})
 
