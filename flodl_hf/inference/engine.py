@@ -8,7 +8,7 @@ beyond "one result a row" and "one result a token".
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -167,29 +167,9 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _run(self, batch: Batch, alone: bool) -> tuple[Tensor, Any]:
-        # Large batches come in few shapes, all of them recorded: launching them op by op would keep the
-        # interpreter from tokenising and decoding meanwhile.
-        large, recorder = len(batch.ids) > SMALL, self.recorder
-        recorded = self.bucketed and not self.exact and batch.at is None and (large or alone)
-        if not recorded or not recorder.records_on(self.device) or recorder.refused:
-            return self._back(batch.work(self.graph, *self._given(batch)).float(), batch.count)
-        work, bucket = batch.work, self._bucket(batch)
-        buffer = Buffer(bucket, types=self.types, pinned=self.cuda)
-        buffer.write(batch.ids, batch.types, batch.lengths)
-        found = recorder.replayed((work, bucket), buffer.packed, self.device, lambda out: self._back(out, batch.count))
-        if found is not None:
-            return found
-
-        def step(packed: Tensor) -> Tensor:
-            there, kinds, layout = buffer.on(packed)
-            return work(self.graph, there, kinds, layout, None).float()
-
-        packed = buffer.packed.to(self.device, non_blocking=True)
-        # As the recording will compute it, to the bit: it knows no lengths.
-        output = step(packed)
-        result = self._back(output, batch.count)
-        recorder.saw((work, bucket), packed, output, step, wait=1 if large else WAIT)
-        return result
+        if self.bucketed and not self.exact:
+            return self._bucketed(batch, alone)
+        return self._back(batch.work(self.graph, *self._given(batch)).float(), batch.count)
 
     def _given(self, batch: Batch) -> Given:
         """Return the arguments of a batch's pass, on the device."""
@@ -229,6 +209,38 @@ class Engine:
     def _bucket(self, batch: Batch) -> Any:
         large = len(batch.ids) > SMALL
         return bucket_of(batch.lengths, most=self.longest, full=self.budget if large else None)
+
+    def _bucketed(self, batch: Batch, alone: bool) -> tuple[Tensor, Any]:
+        # Large batches come in few shapes, all of them recorded: launching them op by op would keep the
+        # interpreter from tokenising and decoding meanwhile.
+        large = len(batch.ids) > SMALL
+        bucket = self._bucket(batch)
+        buffer = Buffer(bucket, types=self.types, pinned=self.cuda)
+        all_lengths = buffer.write(batch.ids, batch.types, batch.lengths)
+        recorder, key = self.recorder, (batch.work, bucket)
+        recorded = batch.at is None and (large or alone) and recorder.records_on(self.device) and not recorder.refused
+        if recorded:
+            found = recorder.replayed(key, buffer.packed, self.device, lambda out: self._back(out, batch.count))
+            if found is not None:
+                return found
+        packed = buffer.packed.to(self.device, non_blocking=True)
+        if recorded:
+            # As the recording will compute it, to the bit: it knows no lengths.
+            step = self._step(batch.work, buffer)
+            output = step(packed)
+            result = self._back(output, batch.count)
+            recorder.saw(key, packed, output, step, wait=1 if large else WAIT)
+            return result
+        there, kinds, layout = buffer.on(packed, all_lengths, len(batch.lengths))
+        at = None if batch.at is None else self._chosen(batch.at)
+        return self._back(batch.work(self.graph, there, kinds, layout, at).float(), batch.count)
+
+    def _step(self, work: Work, buffer: Buffer) -> Callable[[Tensor], Tensor]:
+        def step(packed: Tensor) -> Tensor:
+            there, kinds, layout = buffer.on(packed)
+            return work(self.graph, there, kinds, layout, None).float()
+
+        return step
 
     def _back(self, found: Tensor, count: int) -> tuple[Tensor, Any]:
         found = found[:count]

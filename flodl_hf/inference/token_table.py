@@ -133,14 +133,17 @@ def framed(
             found[at + place] = special
     types = None
     if any(frame.types):
-        kinds = frame.types if second is not None else (frame.types[0], frame.types[1], frame.types[4])
-        types = _laid_out(np.array(kinds), sizes, rows, np.int32)
+        types = _laid_out(np.array(frame.types if second is not None else _of_single(frame)), sizes, rows, np.int32)
     zeros = np.zeros(rows, np.int64)
     nulls = zeros if lead or not frame.size else counts if between else content
     return TokenTable(
         found, types, lengths, np.arange(rows) if owners is None else owners, content,
         zeros if first_token is None else first_token, zeros if window is None else window, sequence, None, None, nulls,
     )  # fmt: skip
+
+
+def _of_single(frame: Frame) -> tuple[int, ...]:
+    return frame.types[0], frame.types[1], frame.types[4]
 
 
 def of_one(ids: list[int], frame: Frame) -> TokenTable:
