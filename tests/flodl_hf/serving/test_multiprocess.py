@@ -274,6 +274,37 @@ def _alike(found: Any, expected: Any) -> None:
         assert found == expected
 
 
+def test_requests_that_wait_at_the_same_time_are_one_call(folders: dict[str, Path]) -> None:
+    from flodl_hf.serving.request import WorkerRequest
+    from flodl_hf.serving.worker import MAX_GROUPS, Worker, _join_key, _Requests
+
+    worker = Worker(Settings(models=(Served("m", str(folders["embed"])),)).for_worker("cpu"))
+    requests = _Requests(worker, 8)
+    ours, theirs = socket.socketpair()
+    link = Stream(theirs)
+    requests._requests[link, -1] = WorkerRequest()  # so that no request is alone
+    asked = {"task": "embed", "model": "m", "options": {}, "key": "", "left_s": 60.0, "priority": 0}
+    messages: list[dict[str, Any]] = [{**asked, "id": number, "items": [text]} for number, text in enumerate(TEXTS)]
+    key = _join_key(messages[0])
+    turns = requests._groups_turns[key[:3]]
+    for _ in range(MAX_GROUPS):
+        turns.__enter__()
+    Thread(target=requests.answer_all, args=(link,), daemon=True).start()
+    ours.settimeout(60)
+    with ours:
+        for message in messages:
+            ours.sendall(b"".join(pack_message(message)))
+        until(lambda: len(requests._groups.get(key, ())) == len(TEXTS))
+        turns.__exit__()
+        with ours.makefile("rb") as file:
+            replies = []
+            for _ in TEXTS:
+                size, text = HEAD.unpack(file.read(HEAD.size))
+                replies.append(unpack_message(text, file.read(size))[0])
+    assert sorted(reply["id"] for reply in replies) == list(range(len(TEXTS)))
+    assert [rows for reply in replies for rows, _, _ in reply["ran"]] == [len(TEXTS)]
+
+
 @pytest.mark.parametrize(
     "change",
     [
