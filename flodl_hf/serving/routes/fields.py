@@ -203,6 +203,9 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any], Any]]] = {
     ),
     "aggregation": _word("first", "average", "max", "simple", "none"),
     "activation": _word("softmax", "sigmoid", "none"),
+    "long texts": _word("windows", "truncate", "error"),
+    "long texts in windows": _word("windows", "error"),
+    "long tokens": _word("truncate", "error"),
 }
 """JSON schema, description, and function to the normalized value (None if invalid) of each kind."""
 

@@ -5,7 +5,7 @@ Every response contains the model, a result for each input, and token counts.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,12 @@ import numpy as np
 from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.routes.fields import Field
 from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, is_blank, text_options
-from flodl_hf.serving.routes.tei import CUT, DIRECTION
+from flodl_hf.serving.routes.tei import DIRECTION
 
-READ_ALL = Field("truncate", "flag", "false refuses texts longer than one window; default: they are read in windows")
+READ_ALL = (
+    Field("long_texts", "long texts in windows", "error refuses texts longer than one window; default: windows"),
+    Field("truncate", "flag", "false is an alias of long_texts error"),
+)
 
 
 def _task(task: str, name: str) -> Callable[[Request], Awaitable[Response]]:
@@ -23,9 +26,9 @@ def _task(task: str, name: str) -> Callable[[Request], Awaitable[Response]]:
 
     async def answer(request: Request) -> Response:
         items = request.fields["inputs"]
-        options = {**request.fields, "inputs": None}
+        options = {**request.fields, "inputs": None, "long_texts": None, "truncate": _truncate(request.fields)}
         if task == "classify":
-            options |= text_options(request.fields) | {"function_to_apply": options["activation"]}
+            options |= text_options(options) | {"function_to_apply": options["activation"]}
         elif task == "zero_shot":
             _check_labels(request)
         found = await request.ask(task, items, options)
@@ -39,6 +42,16 @@ def _task(task: str, name: str) -> Callable[[Request], Awaitable[Response]]:
         return Response({"model": request.model, "results": results, "usage": request.usage()})
 
     return answer
+
+
+def _truncate(fields: Mapping[str, Any]) -> bool | None:
+    """Return the option ``truncate`` of a task: True, False (long texts are refused), or None (its default)."""
+    long_texts, truncate = fields.get("long_texts"), fields.get("truncate")
+    if long_texts is None:
+        return truncate
+    if truncate is not None:
+        raise RefusedError("found long_texts and truncate, expected only long_texts", "field", param="truncate")
+    return {"truncate": True, "error": False}.get(long_texts)
 
 
 def _check_labels(request: Request) -> None:
@@ -67,7 +80,8 @@ ROUTES = tuple(
                 _TOP,
                 Field("threshold", "thresholds", "minimum score, for all labels or by label"),
                 Field("activation", "activation", "function from the head's outputs to scores"),
-                CUT,
+                Field("long_texts", "long texts", "windows, truncate or error; default: windows"),
+                Field("truncate", "flag", "alias: true of long_texts truncate, false of error"),
                 DIRECTION,
             ),
             _task("classify", "labels"),
@@ -80,7 +94,7 @@ ROUTES = tuple(
                 Field("aggregation", "aggregation", "token that determines an entity's label; default: first"),
                 Field("ignore_labels", "texts", "labels to omit; default: O"),
                 Field("constrained", "flag", "decode the best sequence that the tag scheme allows"),
-                READ_ALL,
+                *READ_ALL,
             ),
             _task("entities", "entities"),
         ),
@@ -92,7 +106,7 @@ ROUTES = tuple(
                 _TOP,
                 Field("max_answer_length", "whole", "maximum tokens of an answer"),
                 Field("no_answer", "flag", "allow a result without an answer"),
-                READ_ALL,
+                *READ_ALL,
             ),
             _task("answer", "answers"),
         ),
@@ -110,7 +124,7 @@ ROUTES = tuple(
                 Field("labels", "texts", "the labels", True),
                 Field("template", "text", "hypothesis, with {} for the label"),
                 Field("multi_label", "flag", "score labels independently"),
-                READ_ALL,
+                *READ_ALL,
             ),
             _task("zero_shot", "labels"),
         ),
@@ -120,7 +134,8 @@ ROUTES = tuple(
             (
                 _TEXTS,
                 Field("query", "flag", "whether the texts are queries"),
-                Field("truncate", "flag", "false refuses texts that would be truncated"),
+                Field("long_texts", "long tokens", "error refuses texts that would be truncated; default: truncate"),
+                Field("truncate", "flag", "false is an alias of long_texts error"),
             ),
             _task("late_interaction", "vectors"),
         ),

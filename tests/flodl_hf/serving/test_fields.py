@@ -122,6 +122,7 @@ APPLIED: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "threshold": (0.3, {}),
         "activation": ("none", {}),
         "truncate": (True, {}),
+        "long_texts": ("truncate", {}),
         "truncation_direction": ("left", CUT),
     },
     "/v1/entities": {"aggregation": ("none", {}), "ignore_labels": (LABELS, {}), "constrained": (True, {})},
@@ -243,7 +244,11 @@ def test_every_field_of_every_route_is_in_a_table_here() -> None:
             name = path.rpartition(".")[2]
             inert = not field.effect or (name in ONE_VALUE and field.kind not in ("flag", "encoding"))
             known = inert or field.required or field.fields or path in APPLIED.get(route.path, ()) or path in ELSEWHERE
-            known = known or route.path in DECIDES.get(path, ()) or (name == "truncate" and route.path in REFUSES)
+            known = (
+                known
+                or route.path in DECIDES.get(path, ())
+                or (name in ("truncate", "long_texts") and route.path in REFUSES)
+            )
             assert known, (route.path, path)
 
 
@@ -274,6 +279,11 @@ def test_windows_are_refused_without_truncation(http: Any, path: str) -> None:
     }
     assert http.post(path, json=body).status_code == 200
     assert http.post(path, json={**body, "truncate": False}).status_code == 413
+    assert http.post(path, json={**body, "long_texts": "error"}).status_code == 413
+    default, other = ("truncate", "windows") if path == "/v1/late-interaction" else ("windows", "truncate")
+    assert same(answered(http, path, {**body, "long_texts": default}), answered(http, path, body))
+    for wrong in ({"long_texts": other}, {"long_texts": "error", "truncate": False}):
+        assert http.post(path, json={**body, **wrong}).status_code == 422
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
