@@ -312,7 +312,7 @@ def steps(shape: Shape, own: list[str]) -> dict[str, Step]:
 
     def predict(name: str, *more: str) -> list[str]:
         out = str(room / f"{name}.jsonl")
-        return [*flodl_hf, "predict", source, "--in", str(room / "texts.jsonl"), "--out", out, "--restart", *more]
+        return [*flodl_hf, "predict", source, "--in", str(room / "texts.jsonl"), "--out", out, "--overwrite", *more]
 
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={shape.ranks}", "-m", "flodl_hf"]
 

@@ -121,7 +121,7 @@ def a_file_of_texts(demo: Path) -> Any:
     """Label a file; the same call resumes an interrupted job."""
     source, out = demo.parent / "texts.csv", demo.parent / "answers.csv"
     source.write_text("id,text\n" + "".join(f"{n},{text}\n" for n, text in enumerate(TEXTS)), encoding="utf-8")
-    result = predict_file(demo, source, out, restart=True)
+    result = predict_file(demo, source, out, overwrite=True)
     assert result.written == len(TEXTS)
     return out.read_text(encoding="utf-8").splitlines()[1]
 

@@ -28,6 +28,7 @@ OPTIONS = (
     shared.WINDOWS,
     option("on_error", ON_ERROR, _ON_ERROR, default="stop", panel=FILE),
     shared.PART_ROWS,
+    shared.OVERWRITE,
     shared.RESTART,
     shared.DEVICES,
     shared.PRECISION,

@@ -91,8 +91,9 @@ FORMAT = option("format", FORMATS, "By default by the suffix of the file.", pane
 TEXT_COLUMN = option("text_column", str, "Column of texts.", panel=FILE)
 ON_ERRORS = option("on_error", ON_ERROR, _ON_ERROR, default="stop", panel=FILE)
 PART_ROWS = option("part_rows", int, "Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1, panel=FILE)
-RESTART = option("restart", bool, "Restart: discard parts and output of an earlier run.", default=False,
-                 panel=FILE)  # fmt: skip
+OVERWRITE = option("overwrite", bool, "Start over: discard parts and output of an earlier run.", default=False,
+                   panel=FILE)  # fmt: skip
+RESTART = option("restart", bool, "Former name of --overwrite.", default=False, panel=FILE, hidden=True)
 DEVICES = option("devices", str, _DEVICES, panel=FILE)
 LONG = option("long_texts", LONG_TEXTS, _LONG_TEXTS, panel=RUN)
 WINDOWS = option("windows", bool, _WINDOWS, default=False, panel=RUN, hidden=True)

@@ -85,6 +85,7 @@ FILES = (
     option("keep", str, "Columns to keep: all, none, or a,b; all unless there is an --id-column.", panel=FILE),
     shared.ON_ERRORS,
     shared.PART_ROWS,
+    shared.OVERWRITE,
     shared.RESTART,
     shared.DEVICES,
 )

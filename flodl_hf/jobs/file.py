@@ -50,7 +50,7 @@ def predict_file(
     keep: str | Sequence[str] | None = None,
     on_error: OnError = "stop",
     part_rows: int | None = None,
-    restart: bool = False,
+    overwrite: bool = False,
     devices: int | str | Sequence[str] | None = None,
     head: str = "auto",
     device: str | None = None,
@@ -87,7 +87,7 @@ def predict_file(
         keep: "all", "none", or the columns to keep; default: "all" unless ``id_column`` is given.
         on_error: rows that cannot be predicted: "stop", "skip", or write with "null" results and a column ``error``.
         part_rows: rows of a part; None is 2,048 on a CPU and 32,768 on CUDA.
-        restart: remove the parts and the output of an earlier run.
+        overwrite: remove the parts and the output of an earlier run.
         devices: number of processes on this host, the device of each, or "auto" for all devices; ``model`` must be a
             folder or name.
         head: task of a model that is given by name; "auto" is the task of its folder.
@@ -105,6 +105,8 @@ def predict_file(
         DataError: the input or a row of it is invalid; ``rows`` lists the rows.
         PredictError: parts of another job or an output exist, the disk is full, or an option is invalid.
     """
+    options = with_overwrite(options)
+    overwrite = options.pop("overwrite", overwrite)
     job = {k: v for k, v in locals().items() if k not in (*_OWN, "options")} | options
     rank = Rank() if devices is not None else Rank.from_env()
     path, out = Path(source), Path(target)
@@ -118,7 +120,7 @@ def predict_file(
     elif names:
         device = names[0]
     parts = Parts(out, kind)
-    if restart and rank.rank == 0:
+    if overwrite and rank.rank == 0:
         parts.clear()
     if isinstance(model, (str, os.PathLike)):
         from flodl_hf.auto import load
@@ -148,7 +150,7 @@ def predict_file(
         else:
             if rank.world == 1:
                 stack.callback(parts.drop_if_empty)
-            parts.begin(plan.identity, plan.part_rows, replace=restart)
+            parts.begin(plan.identity, plan.part_rows, replace=overwrite)
         workers: Workers | None = None
         if len(names) > 1:
             paths = {name: os.fspath(job[name]) for name in ("model", "source", "target")}
@@ -203,7 +205,7 @@ def encode_file(
             ``TARGET.ranges.npy``.
         keep: columns to keep; default: "all" if the format has columns.
         **how: options of ``encode`` (``truncate_dim``, ``prompt``, ``prompt_name``, ``task``, ``precision`` ...) and of
-            `predict_file` (``text_column``, ``on_error``, ``part_rows``, ``restart``, ``devices``, ``device`` ...).
+            `predict_file` (``text_column``, ``on_error``, ``part_rows``, ``overwrite``, ``devices``, ``device`` ...).
 
     Raises:
         DataError: the input or a row of it is invalid, or the output's format does not support vectors.
@@ -222,10 +224,18 @@ def encode_file(
     if not isinstance(model, (str, os.PathLike)) and getattr(model, "head", None) != "base":
         raise PredictError("encode_file: the model has no vectors. Load it as an encoder (AutoModel, head='base').")
     kept = "none" if keep is None and out.suffix.lower() == ".npy" else keep
-    return predict_file(model, source, out, keep=kept, head="base", store=store, **how)
+    return predict_file(model, source, out, keep=kept, head="base", store=store, **with_overwrite(how))
 
 
-_OWN = ("devices", "device", "restart", "on_progress", "should_stop", "job")
+def with_overwrite(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with ``restart``, the former name of ``overwrite``, replaced."""
+    if "restart" not in options:
+        return options
+    warnings.warn("restart= is deprecated; use overwrite=", DeprecationWarning, stacklevel=3)
+    return {"overwrite" if name == "restart" else name: value for name, value in options.items()}
+
+
+_OWN = ("devices", "device", "overwrite", "on_progress", "should_stop", "job")
 
 
 def _check(path: Path, out: Path, on_error: str, part_rows: int | None, rank: Rank, processes: int) -> None:

@@ -61,7 +61,8 @@ class Partitions:
         args, options = split_words(words)
         choice = choose_columns(model.head, names, args, own=False)
         self._model = model
-        self._answerer = answerer_for(model, choice, with_old_names(model, choice.task, options))
+        options = with_old_names(model, choice.task, options, "answers")
+        self._answerer = answerer_for(model, choice, options, "answers")
         self._item = item_of(choice)
         self._null = on_error == "null"
         self.read = choice.read

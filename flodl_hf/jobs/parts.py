@@ -69,7 +69,7 @@ class Parts:
             return None
         except (ValueError, OSError) as error:
             self._not_ours(
-                f"its {MANIFEST} cannot be used ({error})", "; --restart (restart=True) removes it and starts over"
+                f"its {MANIFEST} cannot be used ({error})", "; --overwrite (overwrite=True) removes it and starts over"
             )
 
     def _not_ours(self, found: str, more: str = "") -> NoReturn:
@@ -121,8 +121,8 @@ class Parts:
         may_replace = replace if manifest is None else manifest["replace"] or (self.folder / JOINING).exists()
         if self.target.exists() and not may_replace:
             raise PredictError(
-                f"{self.target}: exists already. Select another output, or start over with --restart (restart=True), "
-                "which replaces it.",
+                f"{self.target}: exists already. Select another output, or start over with --overwrite "
+                "(overwrite=True), which replaces it.",
                 path=str(self.target),
             )
         if manifest is not None and self.has_parts():
@@ -174,8 +174,8 @@ class Parts:
             lines = [f"{name}: was {was!r}, now {now!r}" for name, (was, now) in changed.items()]
             raise PredictError(
                 f"{self.folder}: found the parts of a job with another input, model or options:\n{capped(lines)}\n"
-                "expected the same. Use the options of that job to resume it, or start over with --restart "
-                "(restart=True).",
+                "expected the same. Use the options of that job to resume it, or start over with --overwrite "
+                "(overwrite=True).",
                 path=str(self.folder),
                 problems=lines,
             )
@@ -286,11 +286,11 @@ class Parts:
     def again(self) -> str:
         """How to resume the job, for messages."""
         try:
-            restarted = bool((self.known() or {}).get("replace"))
+            overwrites = bool((self.known() or {}).get("replace"))
         except PredictError:
-            restarted = False
-        # With --restart the job would start over again.
-        return f"run the same command again{' without --restart (restart=True)' if restarted else ''}"
+            overwrites = False
+        # With --overwrite the job would start over again.
+        return f"run the same command again{' without --overwrite (overwrite=True)' if overwrites else ''}"
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -86,8 +86,9 @@ def make_plan(
     else:
         # An empty file has no columns; the output contains the result columns only.
         choice = choose_columns(model.head, ["text", "question"], ColumnArgs(query=args.query, keep="none"), own)
-    options = with_old_names(model, choice.task, options)
-    answerer = answerer_for(model, choice, options)
+    caller = "predict_file" if options.get("store") is None else "encode_file"
+    options = with_old_names(model, choice.task, options, caller)
+    answerer = answerer_for(model, choice, options, caller)
     with_errors = on_error == "null"
 
     # Explicitly kept columns must not collide with result columns; if all are kept, colliding ones are renamed.

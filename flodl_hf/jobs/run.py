@@ -167,7 +167,7 @@ class Run:
         if "stream" not in identity and input_identity(self._plan.source) != identity:
             raise DataError(
                 f"{self._plan.source}: was changed while it was read, expected an unchanged file. Start over with "
-                "--restart (restart=True).",
+                "--overwrite (overwrite=True).",
                 path=str(self._plan.source),
             )
         self._records = [self._parts.record(number) or {} for number in range(count)]
@@ -210,7 +210,7 @@ class Run:
         if part.record is not None and part.record.get("digest") != part.digest:
             raise DataError(
                 f"{self._plan.source}: the rows of part {part.number} differ from the earlier run, expected "
-                "the same input. Send it again, or start over with --restart (restart=True).",
+                "the same input. Send it again, or start over with --overwrite (overwrite=True).",
                 part=part.number,
             )
 
@@ -314,7 +314,7 @@ class Run:
             f"{self._plan.source}: {len(lines)} row{'s' * (len(lines) > 1)} cannot be predicted:\n{capped(lines)}\n"
             "expected a text in every row. Omit such rows with --on-error skip, which resumes from the finished "
             "parts, write them without a result with --on-error null, or correct the file "
-            f"{'(iconv -f LATIN1 -t UTF-8 converts one) ' if undecoded else ''}and start over with --restart",
+            f"{'(iconv -f LATIN1 -t UTF-8 converts one) ' if undecoded else ''}and start over with --overwrite",
             rows=[rows[place].number for place in places],
             problems=lines,
         )

@@ -53,13 +53,14 @@ def _second_is_empty(item: tuple[str, str]) -> bool:
     return is_empty(item[1])
 
 
-def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answerer:
+def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any], caller: str) -> Answerer:
     """Return the task of a job.
 
     Args:
         model: the model.
         choice: the columns.
         options: options of the model's method, of `with_old_names`: ``top_k``, ``threshold``, ...; None is ignored.
+        caller: name of the called function, for errors.
 
     Raises:
         PredictError: the method has no such option, or the model does not support the task.
@@ -71,15 +72,13 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
     wrong = [f"{name}{nearest(name, known)}" for name in given if name not in known]
     if wrong:
         raise PredictError(
-            f"{_caller(options)}: {model.head} has no option {'; '.join(wrong)}; it has {', '.join(known)}",
+            f"{caller}: {model.head} has no option {'; '.join(wrong)}; it has {', '.join(known)}",
             problems=wrong,
         )
     strict = bool(given.get("strict"))
     if choice.task == "relevance":
         if model.num_labels != 1:
-            raise PredictError(
-                f"predict_file: the model has {model.num_labels} labels, ranking by a query needs one label"
-            )
+            raise PredictError(f"{caller}: the model has {model.num_labels} labels, ranking by a query needs one label")
         return Answerer(
             {"score": "float"},
             # The job reports the progress.
@@ -116,18 +115,14 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any]) -> Answ
     return Answerer({column: [kinds]}, run, lambda found: (_records(found, kinds),), strict, empty)
 
 
-def with_old_names(model: Any, task: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def with_old_names(model: Any, task: str, options: Mapping[str, Any], caller: str) -> dict[str, Any]:
     """Return options with ``long_texts`` replaced, so that jobs of both forms have one identity.
 
     Raises:
         PredictError: the model's method does not support the value.
     """
     method = method_of(model, task, stored=options.get("store") is not None)
-    return replace_long_texts(_caller(options), options, inspect.signature(method).parameters)
-
-
-def _caller(options: Mapping[str, Any]) -> str:
-    return "predict_file" if options.get("store") is None else "encode_file"
+    return replace_long_texts(caller, options, inspect.signature(method).parameters)
 
 
 def method_of(model: Any, task: str, *, stored: bool) -> Any:

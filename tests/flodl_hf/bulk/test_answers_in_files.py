@@ -220,7 +220,7 @@ def test_pairs_are_read_from_two_columns(model: Any, jsonl: Any, tmp_path: Path)
     wanted = [r[0].score for r in model().predict(pairs)]
     for names, said in ((("premise", "hypothesis"), {}), (("x", "y"), {"text_column": "x", "pair_column": "y"})):
         source = jsonl([dict(zip(names, pair, strict=True)) for pair in pairs])
-        predict_file(model(), source, tmp_path / "out.jsonl", restart=True, **said)
+        predict_file(model(), source, tmp_path / "out.jsonl", overwrite=True, **said)
         found = [row["score"] for row in read_back(tmp_path / "out.jsonl", lists=False)]
         assert found == pytest.approx(wanted, abs=1e-6)
 
@@ -297,7 +297,7 @@ def test_columns_that_cannot_be_told_are_refused_at_once(
         ("absent.jsonl", "out.csv", {}, "no such file"),
         ("in.json", "out.csv", {}, "JSON lines"),
         ("in.jsonl", "out.xlsx", {}, "found the suffix"),
-        ("in.jsonl", "in.jsonl", {"restart": True}, "are the same file"),
+        ("in.jsonl", "in.jsonl", {"overwrite": True}, "are the same file"),
         ("in.jsonl", "no/out.csv", {}, "no does not exist"),
         ("in.jsonl", "out.csv", {"on_error": "ignore"}, "expected stop, skip or null"),
         ("in.jsonl", "out.csv", {"part_rows": 0}, "expected at least 1"),

@@ -85,11 +85,11 @@ def test_a_damaged_manifest_is_refused_and_a_restart_removes_it(model: Any, numb
     folder = begun(model(), source, out)
     manifest = folder / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"part_rows": 10', b'"part_rows": 11'))
-    with pytest.raises(PredictError, match=r"cannot be used.*--restart") as refused:
+    with pytest.raises(PredictError, match=r"cannot be used.*--overwrite") as refused:
         predict_file(model(), source, out)
     assert refused.value.path == str(folder)
     assert (folder / "part-00000000.jsonl").exists()
-    assert predict_file(model(), source, out, restart=True).rows == 40
+    assert predict_file(model(), source, out, overwrite=True).rows == 40
     assert not folder.exists()
 
 

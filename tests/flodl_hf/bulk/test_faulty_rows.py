@@ -204,7 +204,7 @@ def test_columns_that_come_late(model: Any, jsonl: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[2])["new"] == 1
     with pytest.raises(DataError, match=r"columns \['new'\] were in none of the first rows"):
         predict_file(model(), source, tmp_path / "out.csv", part_rows=2)
-    assert predict_file(model(), source, tmp_path / "out.csv", keep="id", restart=True).faulty == 0
+    assert predict_file(model(), source, tmp_path / "out.csv", keep="id", overwrite=True).faulty == 0
 
 
 def test_a_cut_gzip_file_is_no_end_of_data(model: Any, numbered: Any, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_the_command_counts_and_names_faulty_rows(folder: Any, jsonl: Any, tmp_p
     assert done.exit_code == 0, done.stderr
     assert "2 rows in" in done.stdout
     assert "1 of 3 rows could not be answered (1 left out):\n  row 2 (line 2): found invalid JSON" in done.stderr
-    told = from_cli.CliRunner().invoke(app, [*args, "--on-error", "null", "--restart", "--json"])
+    told = from_cli.CliRunner().invoke(app, [*args, "--on-error", "null", "--overwrite", "--json"])
     figures = json.loads(told.stdout)
     assert (figures["rows"], figures["written"], figures["faulty"], figures["is_whole"]) == (3, 3, 1, True)
     assert figures["out"] == str(out)
@@ -245,7 +245,7 @@ def test_the_command_counts_and_names_faulty_rows(folder: Any, jsonl: Any, tmp_p
         (["--out", "x.csv"], "--out needs --in FILE"),
         (["a text", "--in", "x.csv", "--out", "y.csv"], "cannot be combined with text"),
         (["a text", "--keep", "none"], "--keep: needs --in FILE and --out FILE"),
-        (["a text", "--restart"], "--restart: needs --in"),
+        (["a text", "--overwrite"], "--overwrite: needs --in"),
         (["--in", "x.csv", "--out", "y.csv", "--on-error", "ignore"], "is not one of 'stop', 'skip', 'null'"),
         (["a text", "--top-k", "0"], "--top-k"),
     ],
@@ -300,10 +300,10 @@ def test_a_long_document_of_a_query_is_one_faulty_row(on_error: str, jsonl: Any,
     source, out = jsonl(documents), tmp_path / "out.jsonl"
     how: Any = {"query_column": "query", "untrained": True, "on_error": on_error}
     assert predict_file(ranker, source, out, **how).faulty == 0  # read in windows
-    result = predict_file(ranker, source, out, restart=True, strict=True, **how)
+    result = predict_file(ranker, source, out, overwrite=True, strict=True, **how)
     assert (result.rows, result.faulty) == (4, 1)
     assert result.faults[0].startswith("row 3 (line 3): ")
     assert "text " not in result.faults[0].partition(": ")[2][:8]
     with pytest.raises(DataError) as refused:
-        predict_file(ranker, source, out, restart=True, strict=True, **{**how, "on_error": "stop"})
+        predict_file(ranker, source, out, overwrite=True, strict=True, **{**how, "on_error": "stop"})
     assert refused.value.rows == [3]

@@ -45,12 +45,12 @@ def resumes(run: Callable[..., Any], source: Path, out: Path) -> bool:
 # Options that change no answer, with a value to try. The others change answers, and are refused if they are changed.
 SAME: dict[str, Any] = {
     "device": "cpu", "devices": ["cpu"], "revision": None, "local_files_only": True, "weights": "disk",
-    "on_progress": lambda progress: None, "should_stop": lambda: False, "restart": None, "parent": None,
+    "on_progress": lambda progress: None, "should_stop": lambda: False, "overwrite": None, "parent": None,
     "part_rows": 7, "token_budget": 32, "window": 3, "progress": False, "untrained": True, "head": CLASSES,
     "model": None, "source": None, "target": None,
 }  # fmt: skip
 # Which job it is, what begins it anew, and what is not taken by `predict_file`.
-NOT_TRIED = ("restart", "parent", "model", "source", "target", "progress")
+NOT_TRIED = ("overwrite", "parent", "model", "source", "target", "progress")
 NAMES = ("task", "route", "prompt_name")  # of parts that the folder does not have
 CHANGED: dict[str, dict[str, Any]] = {
     "files": {

@@ -71,7 +71,7 @@ def test_rows_that_cannot_be_answered(model: Model) -> None:
 def test_what_makes_no_sense_is_refused_before_a_row(model: Model) -> None:
     with pytest.raises(DataError, match="columns score already"):
         Partitions(model("sequence_classification"), ["text", "score"])
-    with pytest.raises(PredictError, match="no option aggregatoin"):
+    with pytest.raises(PredictError, match=r"^answers: .*no option aggregatoin"):
         Partitions(model("token_classification"), ["text"], aggregatoin="first")
     with pytest.raises(DataError, match=r"no column 'txt'.*text"):
         Partitions(model("base"), ["text"], text_column="txt")

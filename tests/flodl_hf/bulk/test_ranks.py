@@ -100,9 +100,9 @@ def test_restart_under_a_launcher(folder: Any, model: Any, numbered: Any, tmp_pa
     out.write_text("an older output")
     asked = iter([False, False, True])
     # Parts of a run with other options.
-    predict_file(model(), source, out, part_rows=8, restart=True, top_k=2, should_stop=lambda: next(asked))
+    predict_file(model(), source, out, part_rows=8, overwrite=True, top_k=2, should_stop=lambda: next(asked))
     predict_file(model(), source, wanted, part_rows=16)
-    args = (folder(HEAD), "--in", source, "--out", out, "--part-rows", 16, "--restart")
+    args = (folder(HEAD), "--in", source, "--out", out, "--part-rows", 16, "--overwrite")
     processes = [start(rank, *args) for rank in (1, 0)]
     found = [process.communicate(timeout=900) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], found

@@ -155,7 +155,7 @@ def test_other_options_are_refused_and_said(now: Any, says: str, model: Any, num
     assert any(line.startswith(says) for line in refused.value.problems)
     assert {p.name: p.read_bytes() for p in folder_of(out).glob("part-*")} == before
     with pytest.raises(DataError) if "text_column" in now else _nothing():
-        assert predict_file(model(), source, out, restart=True, **now).resumed == 0
+        assert predict_file(model(), source, out, overwrite=True, **now).resumed == 0
 
 
 def test_rows_read_ahead_are_the_same_rows(model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -198,7 +198,7 @@ def test_another_input_or_model_is_refused(model: Any, numbered: Any, tmp_path: 
     finally:
         parameter.data.view(-1)[0] -= 1
     assert any(line.startswith("model.weights") for line in refused.value.problems)
-    assert predict_file(model(), source, out, restart=True).rows == 40
+    assert predict_file(model(), source, out, overwrite=True).rows == 40
 
 
 def test_an_input_that_changes_while_it_is_read_is_no_output(model: Any, numbered: Any, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_an_output_that_is_there_is_only_replaced_when_told(model: Any, numbered
         predict_file(model(), source, out)
     assert out.read_text() == "precious"
     asked = iter([False, True])
-    predict_file(model(), source, out, part_rows=10, restart=True, should_stop=lambda: next(asked))
+    predict_file(model(), source, out, part_rows=10, overwrite=True, should_stop=lambda: next(asked))
     assert out.read_text() == "precious"
     assert predict_file(model(), source, out).resumed == 1
     assert len(out.read_text().splitlines()) == 40
@@ -231,9 +231,9 @@ def test_a_folder_that_is_not_ours_is_left_alone(model: Any, numbered: Any, tmp_
     out = tmp_path / "out.jsonl"
     folder_of(out).mkdir()
     (folder_of(out) / "thesis.txt").write_text("precious")
-    for restart in (False, True):
+    for overwrite in (False, True):
         with pytest.raises(PredictError, match=r"thesis.txt"):
-            predict_file(model(), numbered(5), out, restart=restart)
+            predict_file(model(), numbered(5), out, overwrite=overwrite)
     assert (folder_of(out) / "thesis.txt").read_text() == "precious"
 
 
@@ -471,3 +471,19 @@ def test_memory_does_not_grow_with_the_file(suffix: str, folder: Any, tmp_path: 
     assert size > 25
     # A joined Parquet file holds one group of rows at a time besides.
     assert big - small < (15 if suffix == "jsonl" else 60), (small, big, size)
+
+
+def test_the_former_name_of_overwrite_works_with_a_warning(
+    model: Any, folder: Any, numbered: Any, tmp_path: Path
+) -> None:
+    from_cli = pytest.importorskip("typer.testing")
+    from flodl_hf.cli.app import app
+
+    source, out = numbered(4), tmp_path / "out.jsonl"
+    out.write_text("older")
+    with pytest.warns(DeprecationWarning, match="overwrite="):
+        assert predict_file(model(), source, out, restart=True).rows == 4
+    args = ["predict", str(folder(HEAD)), "--in", str(source), "--out", str(out), "--restart"]
+    done = from_cli.CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.stderr
+    assert "use --overwrite" in done.stderr

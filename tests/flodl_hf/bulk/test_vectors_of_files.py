@@ -240,6 +240,6 @@ def test_rows_of_plain_text_are_its_lines(end: str, model: Any, tmp_path: Path) 
     source, lines = tmp_path / "lines.txt", ["one", "", "  ", "two", "", "three"]
     source.write_bytes((end or "\n").join(lines).encode() + end.encode())  # what ends a file is no row
     for part_rows in (2, 100):
-        result = encode_file(model("base"), source, tmp_path / "v.npy", part_rows=part_rows, restart=True)
+        result = encode_file(model("base"), source, tmp_path / "v.npy", part_rows=part_rows, overwrite=True)
         assert (result.rows, result.written, result.empty) == (6, 6, 3)
         assert np.array_equal(read_vectors(tmp_path / "v.npy"), model("base").encode([*lines[:2], "  ", *lines[3:]]))
