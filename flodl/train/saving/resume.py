@@ -6,6 +6,7 @@ its random states, its unfinished steps, and under Cadence and Async its optimis
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from typing import Any
@@ -110,7 +111,7 @@ def snapshot(trainer: Any, best: dict[str, Any] | None) -> dict[str, Any]:
         files["model"] = copies(weights) or {"empty": torch.zeros(0)}
         if trainer.average is not None:
             files["ema"] = copies(trainer.average.tensors())
-        files["run"] = {
+        run = {
             "epoch": trainer.epoch_number,
             "policy": trainer.policy.state_dict(),
             "schedule": trainer.rates.state_dict(),
@@ -122,6 +123,7 @@ def snapshot(trainer: Any, best: dict[str, Any] | None) -> dict[str, Any]:
             "best": best,
             **({"ema updates": trainer.average.updates} if trainer.average is not None else {}),
         }
+        files["run"] = copy.deepcopy(run)  # training continues, and changes these lists, before they are written
         past = past_of(trainer)
         files["losses"] = {"losses": torch.tensor(past.losses, dtype=torch.float64)}
         files["past"] = {"evaluations": past.evaluations, "seconds": past.seconds, "changes": past.changes}

@@ -1,5 +1,6 @@
 """Saving beside training: the bytes that are written, and who waits for whom."""
 
+import json
 import threading
 import time
 
@@ -8,9 +9,10 @@ import torch
 from safetensors.torch import load as parse_tensors
 from torch import nn
 
-from flodl.train import Saved, SaveFailed, Trainer, sgd
+from flodl.train import Callback, Saved, SaveFailed, Trainer, sgd
 from flodl.train.saving import keeper
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
+from flodl.train.saving.resume import snapshot
 from flodl.train.saving.state import copies, safetensors_chunks
 
 torch.set_num_threads(1)
@@ -41,6 +43,22 @@ def test_what_is_streamed_is_what_was_there_whatever_training_does_meanwhile(dev
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+class TakesCheckpoint(Callback):
+    """Takes the contents of a checkpoint after the first epoch, as a run does before its worker writes them."""
+
+    def on_epoch_begin(self, trainer, epoch):
+        if epoch == 1:
+            self.run = snapshot(trainer, None)["run"]
+            self.text = json.dumps(self.run)
+
+
+def test_the_contents_of_a_checkpoint_do_not_change_while_it_is_written():
+    taken, loss = TakesCheckpoint(), lambda model, batch: model(batch["x"]).square().sum()
+    run = Trainer(nn.Linear(2, 1), sgd(0.01), loss, num_epochs=3, progress=False, callbacks=[taken])
+    run.fit([{"x": torch.ones(3, 2)}])
+    assert json.dumps(taken.run) == taken.text
 
 
 class SlowDisk:
