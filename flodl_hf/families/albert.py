@@ -17,28 +17,17 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from flodl.graph import Graph
-from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer
-from flodl_hf.families.schema.config_rows import (
-    IgnoredKey,
-    Row,
-    activation,
-    count,
-    epsilon,
-    fraction,
-    optional,
-    padding_id,
-)
-from flodl_hf.families.schema.keys import KeyRow, Tie
-from flodl_hf.families.schema.sizes import SIZES, EncoderSizes
-from flodl_hf.nn.attention.dot_product import SelfAttention
+from flodl_hf.families import bert
+from flodl_hf.families.schema import FamilyHead, FamilyTokenizer
+from flodl_hf.families.schema.config_rows import IgnoredKey, Row, changed, count
+from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
 from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, Repeated, chain, pooler, post_norm_block
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.encoder.graphs import Repeated, bert_block, chain
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlbertConfig(EncoderSizes):
-    """The settings of an ALBERT encoder."""
+class AlbertConfig(bert.BertConfig):
+    """The settings of an ALBERT encoder: BERT's, the width of its tables, and its groups of blocks."""
 
     embedding_size: int
     """Width of the tables."""
@@ -48,38 +37,25 @@ class AlbertConfig(EncoderSizes):
     """Groups of blocks with separate weights."""
     blocks_per_group: int = 1
     """Blocks in a group."""
-    max_positions: int
-    """Rows of the position table: the longest row of tokens."""
-    type_vocab_size: int
-    """Rows of the token type table."""
+    # ALBERT's defaults of BERT's settings.
     activation: str = "gelu_new"
-    """Name of the feed-forward activation."""
     hidden_dropout: float = 0.0
-    """Probability of dropping a value of a state, in [0, 1)."""
     attention_dropout: float = 0.0
-    """Probability of dropping an attention weight, in [0, 1)."""
     classifier_dropout: float | None = 0.1
-    """Probability of dropping a classifier's input; None takes ``hidden_dropout``."""
-    norm_eps: float = 1e-12
-    """Epsilon of every layer norm."""
-    pad_token_id: int | None = 0
-    """The word row that gets no gradient."""
 
 
 # fmt: off
+CHANGED = {
+    "activation":         {"default": "gelu_new"},
+    "hidden_dropout":     {"default": 0.0},
+    "attention_dropout":  {"default": 0.0},
+    "classifier_dropout": {"default": 0.1, "key": "classifier_dropout_prob"},
+}
 CONFIG = (
-    *SIZES,
-    Row("embedding_size",     "embedding_size",               count()),
-    Row("num_groups",         "num_hidden_groups",            count(most=1024), 1),
-    Row("blocks_per_group",   "inner_group_num",              count(most=64), 1),
-    Row("max_positions",      "max_position_embeddings",      count(most=1_000_000)),
-    Row("type_vocab_size",    "type_vocab_size",              count(), 2),
-    Row("activation",         "hidden_act",                   activation(), "gelu_new"),
-    Row("hidden_dropout",     "hidden_dropout_prob",          fraction(), 0.0),
-    Row("attention_dropout",  "attention_probs_dropout_prob", fraction(), 0.0),
-    Row("classifier_dropout", "classifier_dropout_prob",      optional(fraction()), 0.1),
-    Row("norm_eps",           "layer_norm_eps",               epsilon(), 1e-12),
-    Row("pad_token_id",       "pad_token_id",                 padding_id(), 0),
+    *changed(bert.CONFIG, CHANGED),
+    Row("embedding_size",   "embedding_size",    count()),
+    Row("num_groups",       "num_hidden_groups", count(most=1024), 1),
+    Row("blocks_per_group", "inner_group_num",   count(most=64), 1),
 )
 
 IGNORED_KEYS = (
@@ -90,23 +66,23 @@ IGNORED_KEYS = (
     IgnoredKey("layers_to_keep",     "a note of the first release"),
 )
 
-BLOCK = "albert.encoder.albert_layer_groups.{g}.albert_layers.{b}"
+BLOCK = "encoder.albert_layer_groups.{g}.albert_layers.{b}"
+MOVED = {
+    "encoder.layers.{i}.attention.query":         BLOCK + ".attention.query",
+    "encoder.layers.{i}.attention.key":           BLOCK + ".attention.key",
+    "encoder.layers.{i}.attention.value":         BLOCK + ".attention.value",
+    "encoder.layers.{i}.attention.output":        BLOCK + ".attention.dense",
+    "encoder.layers.{i}.attention_norm":          BLOCK + ".attention.LayerNorm",
+    "encoder.layers.{i}.feed_forward.up":         BLOCK + ".ffn",
+    "encoder.layers.{i}.feed_forward.activation": BLOCK + ".activation",
+    "encoder.layers.{i}.feed_forward.down":       BLOCK + ".ffn_output",
+    "encoder.layers.{i}.feed_forward_norm":       BLOCK + ".full_layer_layer_norm",
+    "pooler.dense":                               "pooler",
+}
 KEYS = (
-    KeyRow("encoder.embeddings.word",                "albert.embeddings.word_embeddings"),
-    KeyRow("encoder.embeddings.position",            "albert.embeddings.position_embeddings"),
-    KeyRow("encoder.embeddings.token_type",          "albert.embeddings.token_type_embeddings"),
-    KeyRow("encoder.embeddings.norm",                "albert.embeddings.LayerNorm"),
-    KeyRow("encoder.projection",                     "albert.encoder.embedding_hidden_mapping_in"),
-    KeyRow("encoder.layers.{i}.attention.query",     BLOCK + ".attention.query"),
-    KeyRow("encoder.layers.{i}.attention.key",       BLOCK + ".attention.key"),
-    KeyRow("encoder.layers.{i}.attention.value",     BLOCK + ".attention.value"),
-    KeyRow("encoder.layers.{i}.attention.output",    BLOCK + ".attention.dense"),
-    KeyRow("encoder.layers.{i}.attention_norm",      BLOCK + ".attention.LayerNorm"),
-    KeyRow("encoder.layers.{i}.feed_forward.up",     BLOCK + ".ffn"),
-    KeyRow("encoder.layers.{i}.feed_forward.activation", BLOCK + ".activation"),
-    KeyRow("encoder.layers.{i}.feed_forward.down",   BLOCK + ".ffn_output"),
-    KeyRow("encoder.layers.{i}.feed_forward_norm",   BLOCK + ".full_layer_layer_norm"),
-    KeyRow("pooler.dense",                           "albert.pooler"),
+    *rows_under("albert", bert.KEYS[:4]),
+    KeyRow("encoder.projection", "albert.encoder.embedding_hidden_mapping_in"),
+    *rows_under("albert", bert.KEYS[4:], MOVED),
 )
 
 MASKED_LM_KEYS = (
@@ -125,21 +101,10 @@ def indices(c: AlbertConfig) -> list[dict[str, int]]:
     return [{"i": g * size + b, "g": g, "b": b} for g in range(c.num_groups) for b in range(size)]
 
 
-def block(c: AlbertConfig) -> EncoderLayer:
-    """Return one layer: BERT's, without dropout inside the feed-forward part."""
-    attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout)
-    feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, 0.0)
-    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
-
-
 def encoder(c: AlbertConfig) -> Graph:
     """Return the graph from ids to token states."""
-    embeddings = Embeddings(
-        c.vocab_size, c.embedding_size, c.norm_eps, c.hidden_dropout,
-        max_positions=c.max_positions, type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
-    )  # fmt: skip
-    size = c.blocks_per_group
-    blocks = [block(c) for _ in range(c.num_groups * size)]
+    embeddings, size = bert.embeddings(c, c.embedding_size), c.blocks_per_group
+    blocks = [bert_block(c, feed_forward={"dropout": 0.0}) for _ in range(c.num_groups * size)]
     # The reference divides as floats and cuts off; the same expression keeps odd counts the same.
     groups = [int(layer / (c.num_layers / c.num_groups)) for layer in range(c.num_layers)]
     layers = Repeated(blocks, [group * size + b for group in groups for b in range(size)])
@@ -153,30 +118,16 @@ MASKED_LM = FamilyHead(
     aliases=(("predictions.decoder.bias", "predictions.bias"),),
 )
 
+TEXTS = replace(
+    bert.TEXTS, body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.classifier_dropout or 0.0)
+)
+
 HEADS = {
-    "sequence_classification": FamilyHead(
-        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.classifier_dropout or 0.0),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        pooled=True,
-        classifier="head.classifier",
-    ),
-    "token_classification": FamilyHead(
-        body=lambda c, labels: task_heads.linear(
-            c.hidden_size, labels, c.hidden_dropout if c.classifier_dropout is None else c.classifier_dropout
-        ),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        classifier="head.classifier",
-    ),
-    "question_answering": FamilyHead(
-        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, None, name="spans"),
-        keys=(KeyRow("head.spans", "qa_outputs"),),
-    ),
+    "sequence_classification": TEXTS,
+    "token_classification": bert.TOKENS,
+    "question_answering": bert.HEADS["question_answering"],
     "masked_lm": MASKED_LM,
-    "multiple_choice": FamilyHead(
-        body=lambda c, _: task_heads.linear(c.hidden_size, 1, c.classifier_dropout or 0.0),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        pooled=True,
-    ),
+    "multiple_choice": TEXTS.scoring_choices(),
     "pretraining": replace(
         MASKED_LM,
         keys=(*MASKED_LM_KEYS, KeyRow("relation.classifier", "sop_classifier.classifier")),
@@ -212,24 +163,13 @@ GROUPS = TINY | {
     "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
 }  # fmt: skip
 
-FAMILY = Family(
-    model_type="albert",
-    class_prefix="Albert",
-    base_prefix="albert",
-    config=AlbertConfig,
+FAMILY = bert.FAMILY.renamed(
+    "albert", "Albert", base_prefix="albert", prefixes=(), takes_prefix=False, config=AlbertConfig, rows=CONFIG,
     left_out={
         "vocab_size": 30000, "embedding_size": 128, "hidden_size": 4096, "num_layers": 12, "num_heads": 64,
         "intermediate_size": 16384, "max_positions": 512,
     },
-    rows=CONFIG,
-    ignored_keys=IGNORED_KEYS,
-    keys=KEYS,
-    encoder=encoder,
-    pooler=lambda c: pooler(c.hidden_size),
-    heads=HEADS,
-    indices=indices,
-    pretraining={"AlbertForPreTraining": "masked_lm"},
-    tokenizer=TOKENIZER,
-    tiny={"base": TINY, "groups": GROUPS},
+    ignored_keys=IGNORED_KEYS, keys=KEYS, ignored=(), encoder=encoder, heads=HEADS, indices=indices,
+    pretraining={"AlbertForPreTraining": "masked_lm"}, tokenizer=TOKENIZER, tiny={"base": TINY, "groups": GROUPS},
     real={"base": {"vocab_size": 30000, "embedding_size": 128, "hidden_act": "gelu_new"}},
 )  # fmt: skip

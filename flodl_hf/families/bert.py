@@ -10,6 +10,7 @@ The encoder that the shared parts are modelled on; it departs from them in nothi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flodl.graph import Graph
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored
@@ -86,12 +87,19 @@ IGNORED = (
 # fmt: on
 
 
-def embeddings(c: BertConfig, size: int | None = None) -> Embeddings:
-    """Return the sum of words, token types and positions, as wide as states or of this size."""
-    return Embeddings(
-        c.vocab_size, size or c.hidden_size, c.norm_eps, c.hidden_dropout,
-        max_positions=c.max_positions, type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
-    )  # fmt: skip
+def embeddings(c: Any, size: int | None = None, kind: type[Embeddings] = Embeddings, **changes: Any) -> Embeddings:
+    """Return the sum of words, token types and positions, as wide as states or of this size.
+
+    Args:
+        c: the settings of a family.
+        size: width of the tables; None for the width of states.
+        kind: the class.
+        **changes: arguments of the class that the settings do not have under these names.
+    """
+    return kind(c.vocab_size, size or c.hidden_size, **{
+        "norm_eps": c.norm_eps, "dropout": c.hidden_dropout, "max_positions": c.max_positions,
+        "type_vocab_size": getattr(c, "type_vocab_size", 0), "pad_token_id": c.pad_token_id, **changes,
+    })  # fmt: skip
 
 
 def encoder(c: BertConfig) -> Graph:
@@ -111,28 +119,24 @@ MASKED_LM = FamilyHead(
     aliases=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
 )
 
+TOKENS = FamilyHead(
+    body=lambda c, labels: task_heads.linear(c.hidden_size, labels, classifier_dropout(c)),
+    keys=(KeyRow("head.classifier", "classifier"),),
+    classifier="head.classifier",
+)
+# The labels of tokens in families without a dropout for classifiers.
+DROPPED_TOKENS = replace(TOKENS, body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.hidden_dropout))
+TEXTS = replace(TOKENS, pooled=True)
+
 HEADS = {
-    "sequence_classification": FamilyHead(
-        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, classifier_dropout(c)),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        pooled=True,
-        classifier="head.classifier",
-    ),
-    "token_classification": FamilyHead(
-        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, classifier_dropout(c)),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        classifier="head.classifier",
-    ),
+    "sequence_classification": TEXTS,
+    "token_classification": TOKENS,
     "question_answering": FamilyHead(
         body=lambda c, labels: task_heads.linear(c.hidden_size, labels, None, name="spans"),
         keys=(KeyRow("head.spans", "qa_outputs"),),
     ),
     "masked_lm": MASKED_LM,
-    "multiple_choice": FamilyHead(
-        body=lambda c, _: task_heads.linear(c.hidden_size, 1, classifier_dropout(c)),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        pooled=True,
-    ),
+    "multiple_choice": TEXTS.scoring_choices(),
     "next_sentence": FamilyHead(
         body=lambda c, _: task_heads.linear(c.hidden_size, 2, None),
         keys=(KeyRow("head.classifier", "cls.seq_relationship"),),

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder, Graph
+from flodl_hf.families import bert
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.families.schema.config_rows import (
     Check,
@@ -41,7 +42,7 @@ from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.attention.disentangled.positions import RelativePositions
 from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.deberta import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
-from flodl_hf.nn.encoder.graphs import post_norm_block, stack
+from flodl_hf.nn.encoder.graphs import stack
 from flodl_hf.nn.encoder.losses import check_labels
 from flodl_hf.nn.layers.activations import Activation
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
@@ -280,13 +281,13 @@ def block(c: DebertaConfig, index: int) -> EncoderLayer:
         kinds=c.position_kinds, relative=c.relative_attention, share_keys=c.share_keys,
     )  # fmt: skip
     feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
+    first, second = (nn.LayerNorm(c.hidden_size, eps=c.norm_eps) for _ in range(2))
     if index or not c.conv_kernel_size:
-        return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
+        return EncoderLayer(attention, feed_forward, first, second)
     conv = Convolution(
         c.hidden_size, c.conv_kernel_size, c.conv_groups, c.conv_activation, c.norm_eps, c.hidden_dropout
     )
-    norms = (nn.LayerNorm(c.hidden_size, eps=c.norm_eps) for _ in range(2))
-    return ConvolvedLayer(attention, feed_forward, *norms, conv=conv)
+    return ConvolvedLayer(attention, feed_forward, first, second, conv=conv)
 
 
 def encoder(c: DebertaConfig) -> Graph:
@@ -385,15 +386,8 @@ HEADS = {
         classifier="head.classifier",
         untyped_loss=untyped_loss,
     ),
-    "token_classification": FamilyHead(
-        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.hidden_dropout),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        classifier="head.classifier",
-    ),
-    "question_answering": FamilyHead(
-        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, None, name="spans"),
-        keys=(KeyRow("head.spans", "qa_outputs"),),
-    ),
+    "token_classification": bert.DROPPED_TOKENS,
+    "question_answering": bert.HEADS["question_answering"],
     "masked_lm": FamilyHead(
         body=masked_lm,
         keys=MASKED_LM_KEYS,

@@ -18,12 +18,8 @@ from flodl_hf.families.schema import Family, FamilyHead
 from flodl_hf.families.schema.config_rows import IgnoredKey, Row, activation, count, fraction, padding_id
 from flodl_hf.families.schema.keys import KeyRow, Tie
 from flodl_hf.families.schema.sizes import BASE_SIZES, EncoderSizes
-from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
-
-NORM_EPS = 1e-12  # fixed in the reference implementation, not in its configuration
+from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +40,7 @@ class DistilBertConfig(EncoderSizes):
     """Probability of dropping a value before the text labels' projection, in [0, 1)."""
     pad_token_id: int | None = 0
     """The word row that gets no gradient."""
+    norm_eps = 1e-12  # no setting of the reference implementation
 
 
 # fmt: off
@@ -90,20 +87,10 @@ MASKED_LM_KEYS = (
 # fmt: on
 
 
-def block(c: DistilBertConfig) -> EncoderLayer:
-    """Return one layer: BERT's, without dropout on the attention's output."""
-    attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, 0.0)
-    feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
-    return post_norm_block(attention, feed_forward, c.hidden_size, NORM_EPS)
-
-
 def encoder(c: DistilBertConfig) -> Graph:
     """Return the graph from ids to token states."""
-    embeddings = Embeddings(
-        c.vocab_size, c.hidden_size, NORM_EPS, c.hidden_dropout,
-        max_positions=c.max_positions, pad_token_id=c.pad_token_id,
-    )  # fmt: skip
-    return chain(embeddings, stack(block(c) for _ in range(c.num_layers)))
+    blocks = (bert_block(c, attention={"hidden_dropout": 0.0}) for _ in range(c.num_layers))
+    return chain(bert.embeddings(c), stack(blocks))
 
 
 def _classification(c: DistilBertConfig, num_labels: int) -> Graph:
@@ -118,17 +105,13 @@ HEADS = {
         keys=(KeyRow("head.dense", "pre_classifier"), KeyRow("head.classifier", "classifier")),
         classifier="head.classifier",
     ),
-    "token_classification": FamilyHead(
-        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.hidden_dropout),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        classifier="head.classifier",
-    ),
+    "token_classification": bert.DROPPED_TOKENS,
     "question_answering": FamilyHead(
         body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.span_dropout, name="spans"),
         keys=(KeyRow("head.spans", "qa_outputs"),),
     ),
     "masked_lm": FamilyHead(
-        body=lambda c, _: task_heads.lm(c.hidden_size, c.hidden_size, c.vocab_size, c.activation, NORM_EPS),
+        body=lambda c, _: task_heads.lm(c.hidden_size, c.hidden_size, c.vocab_size, c.activation, c.norm_eps),
         keys=MASKED_LM_KEYS,
         ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
     ),

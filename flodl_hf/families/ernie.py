@@ -9,6 +9,7 @@ BERT under another name. It departs from BERT in:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -41,15 +42,14 @@ class ErnieEmbeddings(Embeddings):
     """Words, token types, positions and task 0 summed, normalised and dropped.
 
     Args:
-        c: the settings.
+        *given: as of `Embeddings`.
+        task_types: rows of the task table.
+        **options: as of `Embeddings`.
     """
 
-    def __init__(self, c: ErnieConfig) -> None:
-        super().__init__(
-            c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
-            max_positions=c.max_positions, type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
-        )  # fmt: skip
-        self.task = nn.Embedding(c.task_types, c.hidden_size)
+    def __init__(self, *given: Any, task_types: int, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.task = nn.Embedding(task_types, given[1])
 
     def summed(
         self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None, layout: Layout
@@ -61,8 +61,8 @@ class ErnieEmbeddings(Embeddings):
 
 def encoder(c: ErnieConfig) -> Graph:
     """Return the graph from ids to token states."""
-    embeddings = ErnieEmbeddings(c) if c.uses_tasks else bert.embeddings(c)
-    return chain(embeddings, stack(bert_block(c) for _ in range(c.num_layers)))
+    tasks: dict[str, Any] = {"kind": ErnieEmbeddings, "task_types": c.task_types} if c.uses_tasks else {}
+    return chain(bert.embeddings(c, **tasks), stack(bert_block(c) for _ in range(c.num_layers)))
 
 
 KEYS = rows_under("ernie", bert.KEYS)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
-from flodl_hf.families import bert, roberta
+from flodl_hf.families import bert, mpnet, roberta
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored, PassthroughTensor
 from flodl_hf.families.schema.config_rows import (
     IgnoredKey,
@@ -33,13 +33,11 @@ from flodl_hf.families.schema.config_rows import (
 from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes, wavelength
-from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary, StatedRotary
-from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.deberta import Shift
-from flodl_hf.nn.encoder.graphs import Embeddings, chain, pooler, stack
+from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, pooler, stack
 from flodl_hf.nn.layers.activations import Activation
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.layouts import Layout
 
 # Of the tokens of a text, how many were masked in training: 80 % of 15 %.
@@ -72,6 +70,7 @@ class EsmConfig(EncoderSizes):
     """Probability of dropping an attention weight, in [0, 1)."""
     norm_eps: float = 1e-12
     """Epsilon of every norm."""
+    activation = GELU  # no setting
 
     def __post_init__(self) -> None:
         if self.token_dropout and self.mask_token_id is None:
@@ -179,15 +178,7 @@ class EsmEmbeddings(Embeddings):
 def block(c: EsmConfig) -> EncoderLayer:
     """Return one layer: norms first, queries scaled before they are turned."""
     rotary = None if c.positions == "absolute" else Rotary(c.hidden_size // c.num_heads, c.theta, widened=True)
-    return EncoderLayer(
-        SelfAttention(
-            c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, rotary=rotary, scale_first=True
-        ),
-        FeedForward(c.hidden_size, c.intermediate_size, GELU, c.hidden_dropout),
-        nn.LayerNorm(c.hidden_size, eps=c.norm_eps),
-        nn.LayerNorm(c.hidden_size, eps=c.norm_eps),
-        order="pre",
-    )
+    return bert_block(c, attention={"rotary": rotary, "scale_first": True}, order="pre")
 
 
 def encoder(c: EsmConfig) -> Graph:
@@ -210,18 +201,8 @@ def masked_lm(c: EsmConfig, _: int) -> Graph:
 
 
 HEADS = {
-    "sequence_classification": FamilyHead(
-        body=lambda c, labels: task_heads.first_token_mlp(
-            c.hidden_size, labels, dropout_in=c.hidden_dropout, activation="tanh", dropout_out=c.hidden_dropout
-        ),
-        keys=roberta.HEADS["sequence_classification"].keys,
-        classifier="head.classifier",
-    ),
-    "token_classification": FamilyHead(
-        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.hidden_dropout),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        classifier="head.classifier",
-    ),
+    "sequence_classification": mpnet.HEADS["sequence_classification"],
+    "token_classification": bert.DROPPED_TOKENS,
     "masked_lm": FamilyHead(
         body=masked_lm,
         keys=(

@@ -11,11 +11,12 @@ An encoder of a decoder's parts. It departs from BERT in:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from flodl.graph import FlowBuilder, Graph
+from flodl_hf.families import bert
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer
 from flodl_hf.families.schema.config_rows import (
     IgnoredKey,
@@ -165,11 +166,7 @@ HEADS = {
         ),
         classifier="head.classifier",
     ),
-    "token_classification": FamilyHead(
-        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, None),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        classifier="head.classifier",
-    ),
+    "token_classification": replace(bert.TOKENS, body=lambda c, labels: task_heads.linear(c.hidden_size, labels, None)),
     "masked_lm": FamilyHead(
         body=words,
         keys=(KeyRow("head.decoder", "lm_head"),),

@@ -20,11 +20,10 @@ from flodl_hf.families.schema.config_rows import IgnoredKey, changed, count
 from flodl_hf.families.schema.keys import KeyRow, Tie
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import BASE_SIZES, rotary_rows
-from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
 from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, chain, pooler, post_norm_block, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.encoder.graphs import bert_block, chain, pooler, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,21 +93,13 @@ ALSO = (
 def block(c: GteConfig) -> EncoderLayer:
     """Return one layer: BERT's, with rotations and a gate."""
     rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.scaling or c.rotary)
-    attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, rotary=rotary)
-    feed_forward = FeedForward(
-        c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout,
-        gated=True, bias=False, down_bias=True, inner_dropout=c.hidden_dropout,
-    )  # fmt: skip
-    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
+    gated = {"gated": True, "bias": False, "down_bias": True, "inner_dropout": c.hidden_dropout}
+    return bert_block(c, attention={"rotary": rotary}, feed_forward=gated)
 
 
 def encoder(c: GteConfig) -> Graph:
     """Return the graph from ids to token states."""
-    embeddings = Embeddings(
-        c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
-        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
-    )  # fmt: skip
-    return chain(embeddings, stack(block(c) for _ in range(c.num_layers)))
+    return chain(bert.embeddings(c, max_positions=0), stack(block(c) for _ in range(c.num_layers)))
 
 
 HEADS = {

@@ -19,9 +19,8 @@ from flodl_hf.families import bert
 from flodl_hf.families.schema.config_rows import IgnoredKey, Row, changed, one_of
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.nn.attention.distances import SlopedBias
-from flodl_hf.nn.attention.dot_product import SelfAttention
-from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +61,17 @@ KEYS = tuple(
 
 def block(c: JinaBertConfig) -> EncoderLayer:
     """Return one layer: BERT's, over plain products, with a gate."""
-    attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, fused=False)
-    feed_forward = FeedForward(
-        c.hidden_size, c.intermediate_size, GATES[c.gate], 0.0,
-        gated=True, bias=False, down_bias=True, inner_dropout=c.hidden_dropout,
-    )  # fmt: skip
-    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
+    gated = {
+        "activation": GATES[c.gate], "dropout": 0.0, "gated": True, "bias": False, "down_bias": True,
+        "inner_dropout": c.hidden_dropout,
+    }  # fmt: skip
+    return bert_block(c, attention={"fused": False}, feed_forward=gated)
 
 
 def encoder(c: JinaBertConfig) -> Graph:
     """Return the graph from ids to token states."""
-    embeddings = Embeddings(
-        c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
-        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
-    )  # fmt: skip
-    return chain(embeddings, stack((block(c) for _ in range(c.num_layers)), "bias"), bias=SlopedBias(c.num_heads))
+    embeddings, layers = bert.embeddings(c, max_positions=0), stack((block(c) for _ in range(c.num_layers)), "bias")
+    return chain(embeddings, layers, bias=SlopedBias(c.num_heads))
 
 
 TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm")

@@ -16,28 +16,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from flodl.graph import Graph
-from flodl_hf.families import bert, roberta
+from flodl_hf.families import bert, gte, roberta
 from flodl_hf.families.schema import Ignored
 from flodl_hf.families.schema.config_rows import Check, IgnoredKey, Row, boolean, changed, count, padding_id
 from flodl_hf.families.schema.keys import KeyRow
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import rotary_rows, wavelength
-from flodl_hf.nn.attention.dot_product import SelfAttention
-from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
-from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.attention.rotary import Rotary
+from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
 
 @dataclass(frozen=True, kw_only=True)
-class JinaEmbeddingsV3Config(bert.BertConfig):
-    """The settings of a jina-embeddings-v3 encoder: BERT's, and how queries and keys are turned."""
+class JinaEmbeddingsV3Config(gte.GteConfig):
+    """The settings of a jina-embeddings-v3 encoder: GTE's, with another base of wavelengths."""
 
     theta: float = 20_000.0
     """Base of the wavelengths, where ``rotary`` does not state it."""
-    rotary: RotarySettings | None = None
-    """Type of rotary positions if ``scaling`` has none; None for ``theta``."""
-    scaling: RotarySettings | None = None
-    """How wavelengths are stretched, as older files state it."""
 
 
 # fmt: off
@@ -82,18 +77,12 @@ ALSO = (
 def block(c: JinaEmbeddingsV3Config) -> EncoderLayer:
     """Return one layer: BERT's, with rotations."""
     rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.scaling or c.rotary)
-    attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, rotary=rotary)
-    feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
-    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
+    return bert_block(c, attention={"rotary": rotary})
 
 
 def encoder(c: JinaEmbeddingsV3Config) -> Graph:
     """Return the graph from ids to token states."""
-    embeddings = Embeddings(
-        c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
-        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
-    )  # fmt: skip
-    return chain(embeddings, stack(block(c) for _ in range(c.num_layers)))
+    return chain(bert.embeddings(c, max_positions=0), stack(block(c) for _ in range(c.num_layers)))
 
 
 TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm")

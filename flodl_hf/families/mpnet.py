@@ -16,15 +16,13 @@ from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
 from flodl_hf.families import bert, roberta
-from flodl_hf.families.schema import Family, FamilyHead
+from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import IgnoredKey, Row, activation, count, epsilon, fraction
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.nn.attention.distances import RelativeBias
-from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
 
 PADDING = 1  # fixed in the reference implementation, whatever the configuration says
 BUCKETS = 32  # that distances are sorted into, likewise
@@ -80,20 +78,10 @@ KEYS = (
 # fmt: on
 
 
-def block(c: MPNetConfig) -> EncoderLayer:
-    """Return one layer: BERT's, over plain products."""
-    attention = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, fused=False)
-    feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
-    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
-
-
 def encoder(c: MPNetConfig) -> Graph:
     """Return the graph from ids to token states."""
-    embeddings = Embeddings(
-        c.vocab_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
-        max_positions=c.max_positions, pad_token_id=c.pad_token_id, positions_after_pad=True,
-    )  # fmt: skip
-    layers = stack((block(c) for _ in range(c.num_layers)), "bias")
+    embeddings = bert.embeddings(c, positions_after_pad=True)
+    layers = stack((bert_block(c, attention={"fused": False}) for _ in range(c.num_layers)), "bias")
     return chain(embeddings, layers, bias=RelativeBias(c.num_heads, BUCKETS, rows=c.relative_rows))
 
 
@@ -104,11 +92,7 @@ HEADS = {
             c.hidden_size, labels, dropout_in=c.hidden_dropout, activation="tanh", dropout_out=c.hidden_dropout
         ),
     ),
-    "token_classification": FamilyHead(
-        body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.hidden_dropout),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        classifier="head.classifier",
-    ),
+    "token_classification": bert.DROPPED_TOKENS,
     "question_answering": bert.HEADS["question_answering"],
     "masked_lm": roberta.HEADS["masked_lm"],
     "multiple_choice": roberta.HEADS["multiple_choice"],

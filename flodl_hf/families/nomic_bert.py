@@ -30,10 +30,9 @@ from flodl_hf.families.schema.config_rows import (
 )
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.sizes import rotary_settings, wavelength
-from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary
-from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,21 +131,12 @@ ALSO = (
 def block(c: NomicBertConfig) -> EncoderLayer:
     """Return one layer: GTE's without biases."""
     rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.rotary)
-    attention = SelfAttention(
-        c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, bias=False, rotary=rotary
-    )
-    feed_forward = FeedForward(
-        c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout, gated=True, bias=False
-    )
-    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
+    return bert_block(c, attention={"bias": False, "rotary": rotary}, feed_forward={"gated": True, "bias": False})
 
 
 def encoder(c: NomicBertConfig) -> Graph:
     """Return the graph from ids to token states."""
-    embeddings = Embeddings(
-        c.vocab_size, c.hidden_size, c.norm_eps, c.embedding_dropout,
-        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
-    )  # fmt: skip
+    embeddings = bert.embeddings(c, max_positions=0, dropout=c.embedding_dropout)
     return chain(embeddings, stack(block(c) for _ in range(c.num_layers)))
 
 

@@ -51,10 +51,7 @@ MASKED_LM_KEYS = (
 
 def embeddings(c: RobertaConfig, *, norm: bool = True) -> Embeddings:
     """Return the sum of words, token types and positions, normalised unless ``norm`` is False."""
-    return Embeddings(
-        c.vocab_size, c.hidden_size, c.norm_eps if norm else None, c.hidden_dropout, max_positions=c.max_positions,
-        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id, positions_after_pad=True,
-    )  # fmt: skip
+    return bert.embeddings(c, norm_eps=c.norm_eps if norm else None, positions_after_pad=True)
 
 
 def encoder(c: RobertaConfig) -> Graph:
@@ -83,11 +80,7 @@ HEADS = {
         ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
         aliases=(("lm_head.decoder.bias", "lm_head.bias"),),
     ),
-    "multiple_choice": FamilyHead(
-        body=lambda c, _: task_heads.linear(c.hidden_size, 1, c.hidden_dropout),
-        keys=(KeyRow("head.classifier", "classifier"),),
-        pooled=True,
-    ),
+    "multiple_choice": replace(bert.DROPPED_TOKENS, pooled=True).scoring_choices(),
 }
 
 TOKENIZER = FamilyTokenizer(

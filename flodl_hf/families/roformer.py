@@ -16,6 +16,7 @@ The second RoFormer (Su 2022) has no biases and other norms; its files are refus
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,11 +25,9 @@ from flodl_hf.families import bert, electra
 from flodl_hf.families.schema import FamilyHead, PassthroughTensor
 from flodl_hf.families.schema.config_rows import IgnoredKey, Row, boolean, changed
 from flodl_hf.families.schema.keys import KeyRow, rows_under
-from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import PairedRotary
 from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, chain, post_norm_block, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, stack
 from flodl_hf.nn.layout.layouts import Layout
 
 
@@ -80,15 +79,14 @@ class RoFormerEmbeddings(Embeddings):
     """Words and token types summed, normalised and dropped; contains the table of rotations of all layers.
 
     Args:
-        c: the settings.
+        *given: as of `Embeddings`.
+        rotary: the table.
+        **options: as of `Embeddings`.
     """
 
-    def __init__(self, c: RoFormerConfig) -> None:
-        super().__init__(
-            c.vocab_size, c.embedding_size, c.norm_eps, c.hidden_dropout,
-            type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
-        )  # fmt: skip
-        self.rotary = _rotary(c, held=True)
+    def __init__(self, *given: Any, rotary: PairedRotary, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.rotary = rotary
 
     def summed(
         self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None, layout: Layout
@@ -99,20 +97,13 @@ class RoFormerEmbeddings(Embeddings):
         return states
 
 
-def block(c: RoFormerConfig) -> EncoderLayer:
-    """Return one layer: BERT's, with rotations of neighbours."""
-    attention = SelfAttention(
-        c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout, rotary=_rotary(c), fused=False
-    )
-    feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
-    return post_norm_block(attention, feed_forward, c.hidden_size, c.norm_eps)
-
-
 def encoder(c: RoFormerConfig) -> Graph:
     """Return the graph from ids to token states."""
     narrow = c.embedding_size != c.hidden_size
     projection = nn.Linear(c.embedding_size, c.hidden_size) if narrow else None
-    return chain(RoFormerEmbeddings(c), stack(block(c) for _ in range(c.num_layers)), projection=projection)
+    embeddings = bert.embeddings(c, c.embedding_size, RoFormerEmbeddings, max_positions=0, rotary=_rotary(c, held=True))
+    blocks = (bert_block(c, attention={"rotary": _rotary(c), "fused": False}) for _ in range(c.num_layers))
+    return chain(embeddings, stack(blocks), projection=projection)
 
 
 HEADS = {

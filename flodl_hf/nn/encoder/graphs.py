@@ -7,15 +7,15 @@ Shapes: ids ``(batch, seq)`` or ``(tokens,)``; states with one more dimension, `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.layers.activations import Activation
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward, Order
 from flodl_hf.nn.layout.layouts import Layout
 
 
@@ -114,23 +114,6 @@ class FirstToken(nn.Module):
         return layout.first(hidden)
 
 
-def post_norm_block(attention: nn.Module, feed_forward: FeedForward, hidden_size: int, norm_eps: float) -> EncoderLayer:
-    """Return one encoder layer: attend, add, normalise, transform, add, normalise (Devlin et al. 2018).
-
-    Args:
-        attention: mixes states.
-        feed_forward: transforms each state.
-        hidden_size: width of a state.
-        norm_eps: of both norms.
-    """
-    return EncoderLayer(
-        attention,
-        feed_forward,
-        nn.LayerNorm(hidden_size, eps=norm_eps),
-        nn.LayerNorm(hidden_size, eps=norm_eps),
-    )
-
-
 class BlockConfig(Protocol):
     """The fields that every family's config has under these names, because the shared block needs them."""
 
@@ -150,14 +133,30 @@ class BlockConfig(Protocol):
     def norm_eps(self) -> float: ...  # noqa: D102
 
 
-def bert_block(config: BlockConfig) -> EncoderLayer:
-    """Return the layer that BERT, RoBERTa, DistilBERT and ALBERT share."""
+def bert_block(
+    config: BlockConfig,
+    *,
+    attention: Mapping[str, Any] = {},
+    feed_forward: Mapping[str, Any] = {},
+    order: Order = "post",
+) -> EncoderLayer:
+    """Return one layer: attend, add, normalise, transform, add, normalise (Devlin et al. 2018).
+
+    Args:
+        config: the settings.
+        attention: further arguments of `SelfAttention`, and other values of its dropout.
+        feed_forward: further arguments of `FeedForward`, and other values of its activation and dropout.
+        order: "pre" normalises the inputs of both parts instead of their sums.
+    """
     c = config
-    return post_norm_block(
-        SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout),
-        FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout),
-        c.hidden_size,
-        c.norm_eps,
+    widths = (c.hidden_size, c.num_heads, c.attention_dropout)
+    transform = {"activation": c.activation, "dropout": c.hidden_dropout, **feed_forward}
+    return EncoderLayer(
+        SelfAttention(*widths, **{"hidden_dropout": c.hidden_dropout, **attention}),
+        FeedForward(c.hidden_size, c.intermediate_size, **transform),
+        nn.LayerNorm(c.hidden_size, eps=c.norm_eps),
+        nn.LayerNorm(c.hidden_size, eps=c.norm_eps),
+        order=order,
     )
 
 
@@ -168,15 +167,8 @@ def pre_norm_block(config: BlockConfig, *, feed_forward_dropout: float | None = 
         config: the settings that `bert_block` reads.
         feed_forward_dropout: probability of dropping a value after the feed-forward part; None for the states' own.
     """
-    c = config
-    dropout = c.hidden_dropout if feed_forward_dropout is None else feed_forward_dropout
-    return EncoderLayer(
-        SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout),
-        FeedForward(c.hidden_size, c.intermediate_size, c.activation, dropout),
-        nn.LayerNorm(c.hidden_size, eps=c.norm_eps),
-        nn.LayerNorm(c.hidden_size, eps=c.norm_eps),
-        order="pre",
-    )
+    dropout = config.hidden_dropout if feed_forward_dropout is None else feed_forward_dropout
+    return bert_block(config, feed_forward={"dropout": dropout}, order="pre")
 
 
 def stack(blocks: Iterable[nn.Module], *given: str) -> Graph:
