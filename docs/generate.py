@@ -25,7 +25,7 @@ from flodl_hf.families.schema.config_rows import REQUIRED, IgnoredKey, Row
 from flodl_hf.families.schema.keys import IGNORED_TENSORS, KeyRow
 from flodl_hf.families.schema.shared_keys import COMMON_IGNORED_KEYS, FOREIGN
 from flodl_hf.families.schema.tasks import HEADS, TASKS, Task, task_named
-from flodl_hf.parity.published import checkpoints_of
+from flodl_hf.parity.matrix import checkpoints_of
 from flodl_hf.tokenization.classes import ALIASES, CLASSES
 
 FOLDER = Path(__file__).parent / "reference"

@@ -7,13 +7,15 @@ installed.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
+from importlib.resources import files
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,9 @@ import torch
 from flodl.errors import FlodlError, nearest
 from flodl_hf.errors import ParityError
 from flodl_hf.families import register, registered
+from flodl_hf.families.schema import Family
 from flodl_hf.parity.cell import Bench, Cell, Evidence, Status, all_cells, variants_of
 from flodl_hf.parity.checks import CHECKS
-from flodl_hf.parity.published import checkpoints_of
 
 # Files of the Hub's conversion differ from run to run only in what these checks do not read.
 LIVE_CHECKS = ("config_triage", "strict_load", "forward", "layouts", "gradients", "export_bytes", "half_precision")
@@ -103,6 +105,12 @@ def run_cell(
         result.evidence = [Evidence(check.__name__, *obstacle) for check in chosen]
     result.seconds = time.perf_counter() - started
     return result
+
+
+def checkpoints_of(family: Family) -> Mapping[str, str]:
+    """Return the published checkpoint of each task of a family that has one: its own, or those of `published.json`."""
+    published = json.loads((files("flodl_hf.parity") / "published.json").read_text("utf-8"))
+    return family.checkpoints or published.get(family.model_type, {})
 
 
 def _obstacle(cell: Cell, size: str, live: bool) -> tuple[Status, str] | None:
