@@ -7,25 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
-from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
+from flodl_hf.checkpoints.sentence.sparse import SparseVectors
 from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
+from flodl_hf.heads.chunks import chunk_vectors
 from flodl_hf.heads.prediction_keywords import EMBED, ENCODE, LEXICAL
+from flodl_hf.heads.vectors import (
+    batches_of,
+    convolved,
+    keywords_for,
+    lexical_vectors,
+    most_sentence_tokens,
+    pooled_beyond,
+    token_embeddings,
+    token_vectors,
+)
+from flodl_hf.inference.batch import Pooled
+from flodl_hf.inference.decode.pooling import Pooling, check_pooling, finish_embeddings
 from flodl_hf.inference.graph_model.routed import route_within
+from flodl_hf.inference.inputs import Encoded, as_text_list, encode, prompted
+from flodl_hf.inference.options import RunKeywords
+from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.quantize import STORED_PRECISIONS, check_store, quantize_embeddings
+from flodl_hf.inference.similarity import Similarity, measure_of, pairwise_of, similarity_of
+from flodl_hf.inference.vectors import Vectors
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.outputs import BaseOutput
-
-if TYPE_CHECKING:
-    from flodl_hf.checkpoints.sentence.sparse import SparseVectors
-    from flodl_hf.inference import RunKeywords
-    from flodl_hf.inference.decode.pooling import Pooling
-    from flodl_hf.inference.inputs import Encoded
-    from flodl_hf.inference.similarity import Similarity
 
 __all__ = ["BaseModel"]
 
@@ -122,14 +135,6 @@ class BaseModel(EncoderModel):
         Raises:
             PredictError: the model has no tokenizer, or an option makes no sense.
         """
-        from flodl_hf.checkpoints.sentence.recipe import recipe_on
-        from flodl_hf.heads.vectors import most_sentence_tokens
-        from flodl_hf.inference.batch import Pooled
-        from flodl_hf.inference.decode.pooling import check_pooling
-        from flodl_hf.inference.inputs import as_text_list
-        from flodl_hf.inference.pipeline import Session
-        from flodl_hf.inference.vectors import Vectors
-
         self._ready("embed", untrained=untrained)
         recipe = self.sentence_recipe
         if task is not None and recipe is not None and recipe.routes and route in (None, task):
@@ -167,16 +172,12 @@ class BaseModel(EncoderModel):
             whole = recipe.width(size) if recipe and pooling is None else len(names) * size
             return torch.zeros(0, truncate_dim or whole, dtype=torch.float32)
         if recipe is not None and recipe.reads_padding and isinstance(texts, Sequence) and not (pooling or windows):
-            from flodl_hf.heads.vectors import convolved
-
             found = convolved(
                 self, recipe, names, before, dense, [texts] if single else texts, truncate_dim=truncate_dim,
                 normalize=wanted, strict=strict,
             )  # fmt: skip
             return found[0] if single else found
         if recipe is not None and (dense or recipe.changes_states or (before and not recipe.include_prompt)):
-            from flodl_hf.heads.vectors import pooled_beyond
-
             finish = pooled_beyond(
                 self, recipe, names, before, dense, truncate_dim=truncate_dim, normalize=wanted,
                 batch_invariant=session.options.batch_invariant,
@@ -240,11 +241,6 @@ class BaseModel(EncoderModel):
         Raises:
             PredictError: the model has no tokenizer, or an option makes no sense.
         """
-        from flodl_hf.heads.vectors import batches_of, token_embeddings
-        from flodl_hf.inference.decode.pooling import finish_embeddings
-        from flodl_hf.inference.inputs import as_text_list
-        from flodl_hf.inference.quantize import STORED_PRECISIONS, check_store, quantize_embeddings
-
         texts = as_text_list(sentences, "encode")
         texts = texts if isinstance(texts, str) else list(texts)
         given: dict[str, Any] = {**run, "batch_size": batch_size}
@@ -296,8 +292,6 @@ class BaseModel(EncoderModel):
         `encode` with the folder's prompt "query" or else none, by the route "query" where the folder has routes, and
         with the adapter of queries where the file has adapters of tasks.
         """
-        from flodl_hf.heads.vectors import keywords_for
-
         given = {**how, "prompt_name": prompt_name, "prompt": prompt, "batch_size": batch_size}
         return self.encode(sentences, **keywords_for("query", self, given))
 
@@ -316,8 +310,6 @@ class BaseModel(EncoderModel):
         and with the adapter of passages where the file has adapters of tasks. A prompt of another name ("passage")
         is put there with ``prompt_name``.
         """
-        from flodl_hf.heads.vectors import keywords_for
-
         given = {**how, "prompt_name": prompt_name, "prompt": prompt, "batch_size": batch_size}
         return self.encode(sentences, **keywords_for("document", self, given))
 
@@ -334,8 +326,6 @@ class BaseModel(EncoderModel):
         Raises:
             PredictError: the measure is unknown, or vectors are of different lengths.
         """
-        from flodl_hf.inference.similarity import similarity_of
-
         (first, rows), (second, columns) = (self._as_vectors(x, run) for x in (a, b))
         return similarity_of(first, second, self._measure(measure), rows, columns)
 
@@ -351,20 +341,14 @@ class BaseModel(EncoderModel):
         Raises:
             PredictError: the measure is unknown, or the vectors differ in number or length.
         """
-        from flodl_hf.inference.similarity import pairwise_of
-
         (first, _), (second, _) = (self._as_vectors(x, run) for x in (a, b))
         return pairwise_of(first, second, self._measure(measure))
 
     def _measure(self, measure: str | None) -> str:
-        from flodl_hf.inference.similarity import measure_of
-
         return measure or measure_of(self.sentence_recipe.files if self.sentence_recipe else {})
 
     def _as_vectors(self, given: Any, run: RunKeywords) -> tuple[Any, list[str]]:
         """Return vectors, and the texts that they are of where texts were given."""
-        from flodl_hf.inference.inputs import as_text_list
-
         if isinstance(given, str):
             given = [given]
         if isinstance(given, Tensor) or (hasattr(given, "dtype") and given.dtype.kind not in "OUT"):
@@ -396,8 +380,6 @@ class BaseModel(EncoderModel):
         Raises:
             PredictError: the folder has no such vectors, or the model has no tokenizer.
         """
-        from flodl_hf.heads.vectors import token_vectors
-
         return token_vectors(self, texts, query=query, untrained=untrained, run=run)
 
     def embed_chunks(
@@ -439,8 +421,6 @@ class BaseModel(EncoderModel):
         Raises:
             PredictError: spans are outside of their text or contain no token, or an option is invalid.
         """
-        from flodl_hf.heads.chunks import chunk_vectors
-
         own = self.on_route(route)
         return chunk_vectors(
             own, texts, chunks=chunks, spans=spans, overlap=overlap, prompt=prompt, prompt_name=prompt_name,
@@ -470,15 +450,10 @@ class BaseModel(EncoderModel):
         Raises:
             PredictError: the folder has no such vectors, or the model has no tokenizer.
         """
-        from flodl_hf.heads.vectors import lexical_vectors
-
         return lexical_vectors(self, texts, windows=windows, strict=strict, untrained=untrained, run=run)
 
     def _embeddable(self, texts: list[str], *, windows: bool, strict: bool, prompt: str = "") -> Encoded:
         """Return the rows of texts as the folder's recipe wants them read."""
-        from flodl_hf.heads.vectors import most_sentence_tokens
-        from flodl_hf.inference.inputs import encode, prompted
-
         tokenizer, recipe = self.tokenizer, self.sentence_recipe
         assert tokenizer is not None
         texts = prompted(prompt, texts, lower=recipe is not None and recipe.lower_case)

@@ -11,18 +11,21 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
 from flodl_hf.errors import PredictError
-
-if TYPE_CHECKING:
-    from flodl_hf.inference import RunKeywords
-    from flodl_hf.inference.engine import Pending
-    from flodl_hf.inference.inputs import Encoded
-    from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.heads.vectors import changed_states, most_sentence_tokens, read_states
+from flodl_hf.inference.batch import Pending
+from flodl_hf.inference.decode.pooling import finish_embeddings
+from flodl_hf.inference.inputs import Encoded, as_text_list
+from flodl_hf.inference.options import RunKeywords
+from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.token_table import table_of
+from flodl_hf.models.encoder_model import EncoderModel
 
 Span = tuple[int, int]
 _END = re.compile(r"[.!?…]+[\"'”’)\]]*\s+|[。！？]+[」』”]*\s*|\n\s*\n\s*")
@@ -75,13 +78,6 @@ def chunk_vectors(
     run: RunKeywords,
 ) -> Any:
     """Return the parts of texts with their vectors; see `BaseModel.embed_chunks`."""
-    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
-    from flodl_hf.heads.vectors import changed_states, most_sentence_tokens, read_states
-    from flodl_hf.inference.decode.pooling import finish_embeddings
-    from flodl_hf.inference.inputs import Encoded, as_text_list
-    from flodl_hf.inference.pipeline import Session
-    from flodl_hf.inference.token_table import table_of
-
     tokenizer = model._ready("embed_chunks", untrained=untrained)
     recipe = recipe_on(model.sentence_recipe, route)
     given = as_text_list(texts, "embed_chunks")

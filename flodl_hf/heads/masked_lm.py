@@ -13,20 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flodl_hf.checkpoints.sentence.sparse import SparseVectors
 from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import MASKS, SPARSE, SPARSE_ENCODE
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.inference.results.lists import Fill
+from flodl_hf.heads.vectors import keywords_for, splade_vectors
+from flodl_hf.inference.batch import BestAt, Pending, ScoresAt
+from flodl_hf.inference.decode.compat.fill_mask import fill_mask
+from flodl_hf.inference.decode.masks import decode_targets, mask_places
+from flodl_hf.inference.decode.rows import TokenTable, build_records
+from flodl_hf.inference.inputs import as_text_list, encode
+from flodl_hf.inference.options import RunKeywords
+from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.results.lists import Fill, Fills, is_empty
+from flodl_hf.inference.token_table import chosen_rows
 from flodl_hf.models.outputs import MaskedLMOutput
 from flodl_hf.nn.encoder.losses import check_labels, token_loss
 
 if TYPE_CHECKING:
-    from flodl_hf.checkpoints.sentence.sparse import SparseVectors
-    from flodl_hf.inference import RunKeywords
-    from flodl_hf.inference.decode.rows import TokenTable
-    from flodl_hf.inference.engine import Pending
-    from flodl_hf.inference.pipeline import Session
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
 __all__ = ["MaskedLM"]
@@ -77,11 +82,6 @@ class MaskedLM(ScoringModel):
             PredictError: a text has no mask, ``top_k`` is below 1, or the model has no tokenizer or an untrained
                 head.
         """
-        from flodl_hf.inference.batch import BestAt, ScoresAt
-        from flodl_hf.inference.inputs import as_text_list
-        from flodl_hf.inference.pipeline import Session
-        from flodl_hf.inference.results.lists import Fills, is_empty
-
         tokenizer = self._ready("fill_mask", untrained=untrained)
         texts = as_text_list(texts, "fill_mask")
         targets = [targets] if isinstance(targets, str) else targets
@@ -142,8 +142,6 @@ class MaskedLM(ScoringModel):
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or the folder no such prompt.
         """
-        from flodl_hf.heads.vectors import splade_vectors
-
         return splade_vectors(
             self, texts, most=most, prompt=prompt, prompt_name=prompt_name, windows=windows, strict=strict,
             untrained=untrained, run=run,
@@ -183,8 +181,6 @@ class MaskedLM(ScoringModel):
         Raises:
             PredictError: the model has no tokenizer or an untrained head, or the folder no such prompt.
         """
-        from flodl_hf.inference.inputs import as_text_list
-
         texts = as_text_list(sentences, "encode")
         given: dict[str, Any] = {**run, "batch_size": batch_size}
         found = self.embed_sparse(
@@ -199,23 +195,15 @@ class MaskedLM(ScoringModel):
     @accept_keywords(SPARSE_ENCODE, like=encode)
     def encode_query(self, sentences: str | Iterable[str], **how: Any) -> Any:
         """Return sparse vectors of queries: `encode` with the folder's prompt "query", or none if it has none."""
-        from flodl_hf.heads.vectors import keywords_for
-
         return self.encode(sentences, **keywords_for("query", self, how))
 
     @accept_keywords(SPARSE_ENCODE, like=encode)
     def encode_document(self, sentences: str | Iterable[str], **how: Any) -> Any:
         """Return sparse vectors of documents: `encode` with the folder's prompt "document", or none if it has none."""
-        from flodl_hf.heads.vectors import keywords_for
-
         return self.encode(sentences, **keywords_for("document", self, how))
 
     def _masked(self, texts: list[str]) -> _Masked:
         """Return windows that contain every mask of the texts once."""
-        from flodl_hf.inference.decode.masks import mask_places
-        from flodl_hf.inference.inputs import encode
-        from flodl_hf.inference.token_table import chosen_rows
-
         tokenizer: Any = self.tokenizer
         limit = self.max_tokens
         table = encode(tokenizer, texts, max_tokens=limit, stride=(limit or 0) // 4, snap=False).table
@@ -232,9 +220,6 @@ class MaskedLM(ScoringModel):
     def _fill_targets(
         self, tokenizer: Tokenizer, session: Session, text: str, top_k: int, targets: Sequence[str]
     ) -> list[Any]:
-        from flodl_hf.inference.batch import ScoresAt
-        from flodl_hf.inference.decode.masks import decode_targets
-
         ids = [_target_ids(tokenizer, word) for word in targets]
         found = masked = self._masked([text])
         scores: list[Tensor] = []
@@ -299,8 +284,6 @@ def _best_words(
         values: results of `BestAt`.
         written: known tokens as text; others are added.
     """
-    from flodl_hf.inference.decode.rows import build_records
-
     if not values[:, -1].all():
         raise PredictError(
             "fill-mask: the logits are not finite; expected numbers; half precision may have overflowed, so "
@@ -323,8 +306,6 @@ def _as_pipeline(
     tokenizer: Tokenizer, texts: list[str], found: _Masked, logits: Tensor, top_k: int, targets: Sequence[str] | None
 ) -> list[Any]:
     """Return the words for the masks of each text as the pipeline of transformers has them."""
-    from flodl_hf.inference.decode.compat.fill_mask import fill_mask
-
     ids = [_target_ids(tokenizer, word)[0] for word in targets] if targets else None
     table, answers = found.table, []
     for text in range(len(texts)):

@@ -6,7 +6,7 @@ Transformers' class: ``BertForMultipleChoice`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,14 +15,14 @@ from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import CHOICES
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.inference.batch import Pending, Scores
+from flodl_hf.inference.decode.classes import Ranked, mean_over_windows
+from flodl_hf.inference.inputs import Encoded, encode
+from flodl_hf.inference.options import RunKeywords
+from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.results.lists import Ranking
 from flodl_hf.models.outputs import MultipleChoiceOutput
 from flodl_hf.nn.encoder.losses import check_labels
-
-if TYPE_CHECKING:
-    from flodl_hf.inference import RunKeywords
-    from flodl_hf.inference.decode.classes import Ranked
-    from flodl_hf.inference.engine import Pending
-    from flodl_hf.inference.inputs import Encoded
 
 __all__ = ["MultipleChoice"]
 
@@ -108,12 +108,6 @@ class MultipleChoice(ScoringModel):
         Raises:
             PredictError: an item is no prompt with choices, or the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.inference.batch import Scores
-        from flodl_hf.inference.decode.classes import mean_over_windows
-        from flodl_hf.inference.inputs import encode
-        from flodl_hf.inference.pipeline import Session
-        from flodl_hf.inference.results.lists import Ranking
-
         tokenizer = self._ready("predict", untrained=untrained)
         single = isinstance(items, Mapping) or (isinstance(items, tuple) and _is_item(items))
         if isinstance(items, str):
@@ -145,8 +139,6 @@ def _rows(values: Tensor | None, dimensions: int = 3) -> Tensor | None:
 
 
 def _ranked(scores: Tensor, choices: list[str]) -> list[Ranked]:
-    from flodl_hf.inference.decode.classes import Ranked
-
     chances = scores.softmax(0)
     order = chances.argsort(descending=True, stable=True).tolist()
     return [Ranked(place, float(chances[place]), 1, choices[place]) for place in order]

@@ -6,7 +6,7 @@ Transformers' class: ``BertForNextSentencePrediction``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,15 +15,15 @@ from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import PAIRS
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.inference.batch import Pending, Scores, Work
+from flodl_hf.inference.decode.classes import decode_classes
+from flodl_hf.inference.inputs import Encoded, encode, split_pairs
+from flodl_hf.inference.options import RunKeywords
+from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.results.lists import Labels
+from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.outputs import NextSentenceOutput
 from flodl_hf.nn.encoder.losses import check_labels
-
-if TYPE_CHECKING:
-    from flodl_hf.inference import RunKeywords
-    from flodl_hf.inference.batch import Work
-    from flodl_hf.inference.engine import Pending
-    from flodl_hf.inference.inputs import Encoded
-    from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["NextSentence"]
 
@@ -72,8 +72,6 @@ class NextSentence(ScoringModel):
         Raises:
             PredictError: the input is not pairs, or the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.inference.batch import Scores
-
         return next_sentence_labels(self, pairs, Scores(True), FOLLOWS, strict=strict, untrained=untrained, run=run)
 
 
@@ -95,11 +93,6 @@ def next_sentence_labels(
     Raises:
         PredictError: the input is not pairs.
     """
-    from flodl_hf.inference.decode.classes import decode_classes
-    from flodl_hf.inference.inputs import encode, split_pairs
-    from flodl_hf.inference.pipeline import Session
-    from flodl_hf.inference.results.lists import Labels
-
     tokenizer = model._ready("predict", untrained=untrained)
     single = isinstance(pairs, tuple) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs)
 

@@ -7,7 +7,7 @@ order?).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,11 +16,10 @@ from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.heads.masked_lm import MaskedLM
 from flodl_hf.heads.next_sentence import FOLLOWS, next_sentence_labels
 from flodl_hf.heads.prediction_keywords import PAIRS
+from flodl_hf.inference.batch import Related
+from flodl_hf.inference.options import RunKeywords
 from flodl_hf.models.outputs import PretrainingOutput
 from flodl_hf.nn.encoder.losses import check_labels, token_loss
-
-if TYPE_CHECKING:
-    from flodl_hf.inference import RunKeywords
 
 __all__ = ["Pretrainer"]
 
@@ -99,6 +98,4 @@ class Pretrainer(MaskedLM):
         Raises:
             PredictError: the input is not pairs, or the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.inference.batch import Related
-
         return next_sentence_labels(self, pairs, Related(), FOLLOWS, strict=strict, untrained=untrained, run=run)

@@ -14,15 +14,19 @@ from torch import Tensor
 from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import ANSWER
+from flodl_hf.inference.batch import Pending, Scores
+from flodl_hf.inference.decode.compat.question_answering import question_answering
+from flodl_hf.inference.decode.rows import Placed
+from flodl_hf.inference.decode.spans import decode_answers_batch
+from flodl_hf.inference.inputs import FIRST_PLACE, Encoded, as_text_list, encode, plain_pairs
+from flodl_hf.inference.options import RunKeywords
+from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.results.lists import Answers
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.outputs import QuestionAnsweringOutput
 from flodl_hf.nn.encoder.losses import span_loss
 
 if TYPE_CHECKING:
-    from flodl_hf.inference import RunKeywords
-    from flodl_hf.inference.decode.rows import Placed
-    from flodl_hf.inference.engine import Pending
-    from flodl_hf.inference.inputs import Encoded
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
 __all__ = ["QuestionAnswerer"]
@@ -180,12 +184,6 @@ class QuestionAnswerer(EncoderModel):
             PredictError: the model has no tokenizer or an untrained head, a context without text, or an option
                 that makes no sense.
         """
-        from flodl_hf.inference.batch import Scores
-        from flodl_hf.inference.decode.spans import decode_answers_batch
-        from flodl_hf.inference.inputs import as_text_list
-        from flodl_hf.inference.pipeline import Session
-        from flodl_hf.inference.results.lists import Answers
-
         tokenizer = self._ready("answer", untrained=untrained)
         pairs = as_text_list(pairs, "answer", mapping=True)
         # The former pipeline applies the tokenizer's length to its default alone.
@@ -219,8 +217,6 @@ class QuestionAnswerer(EncoderModel):
 
 def _as_pipeline(placed: Placed, encoded: Encoded, contexts: Sequence[str], **options: Any) -> list[Any]:
     """Return the answers of each context as transformers' former pipeline has them."""
-    from flodl_hf.inference.decode.compat.question_answering import question_answering
-
     rows = placed.rows(encoded.table)
     results = []
     for place, context in enumerate(contexts):
@@ -260,15 +256,11 @@ def _without_context(item: Any) -> bool:
 
 
 def _tokens(tokenizer: Tokenizer, chunk: Sequence[Any], **options: Any) -> Encoded:
-    from flodl_hf.inference.inputs import encode
-
     questions, contexts = _questions(chunk)
     return encode(tokenizer, questions, contexts, offsets=True, cut="second", **options)
 
 
 def _questions(chunk: Sequence[Any]) -> tuple[list[str], list[str]]:
-    from flodl_hf.inference.inputs import FIRST_PLACE, plain_pairs
-
     places = enumerate(chunk, FIRST_PLACE.get())
     pairs = chunk if plain_pairs(chunk) else [_pair(item, place) for place, item in places]
     questions, contexts = zip(*pairs, strict=True) if pairs else ((), ())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from torch.nn import functional as F
 from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.heads.prediction_keywords import MASKS
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.inference.batch import Pending, Scores
+from flodl_hf.inference.decode.entities import TagScheme, decode_entities_batch
+from flodl_hf.inference.decode.rows import Placed
+from flodl_hf.inference.inputs import Encoded, as_text_list, encode
+from flodl_hf.inference.options import RunKeywords
+from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.results.lists import Entities, is_empty
 from flodl_hf.models.outputs import ReplacedTokensOutput
-
-if TYPE_CHECKING:
-    from flodl_hf.inference import RunKeywords
-    from flodl_hf.inference.engine import Pending
-    from flodl_hf.inference.inputs import Encoded
 
 __all__ = ["ReplacedTokens"]
 
@@ -101,13 +103,6 @@ class ReplacedTokens(ScoringModel):
         Raises:
             PredictError: the model has no tokenizer or an untrained head.
         """
-        from flodl_hf.inference.batch import Scores
-        from flodl_hf.inference.decode.entities import TagScheme, decode_entities_batch
-        from flodl_hf.inference.decode.rows import Placed
-        from flodl_hf.inference.inputs import as_text_list, encode
-        from flodl_hf.inference.pipeline import Session
-        from flodl_hf.inference.results.lists import Entities, is_empty
-
         tokenizer = self._ready("predict", untrained=untrained)
         texts = as_text_list(texts, "predict")
         scheme = TagScheme.detect(LABELS)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,7 @@ from torch import Tensor
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.graph_model.hidden_states import embedded
-
-if TYPE_CHECKING:
-    from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["Saliency", "saliency"]
 

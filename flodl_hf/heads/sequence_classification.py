@@ -8,28 +8,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from flodl.errors import shown
+from flodl_hf.checkpoints.config.file import tuned_thresholds
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import CLASSES, RERANK, ZERO_SHOT
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.inference.decode.classes import activation_for, score_function
+from flodl_hf.inference.batch import Pending, Scores
+from flodl_hf.inference.decode.classes import (
+    Activation,
+    Ranked,
+    activation_for,
+    contradiction_id,
+    decide,
+    decode_classes,
+    decode_ranking,
+    decode_zero_shot,
+    entailment_id,
+    score_function,
+)
+from flodl_hf.inference.decode.compat.text_classification import text_classification, zero_shot_classification
+from flodl_hf.inference.inputs import Encoded, Text, as_text_list, encode, prompted, refuse_two_texts, split_pairs
+from flodl_hf.inference.options import RunKeywords
+from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.results.lists import Labels, Ranking
 from flodl_hf.models.outputs import SequenceClassificationOutput
 from flodl_hf.nn.encoder.losses import check_labels, classification_loss
-
-if TYPE_CHECKING:
-    from flodl_hf.checkpoints.config.model_config import ModelConfig
-    from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
-    from flodl_hf.inference import RunKeywords
-    from flodl_hf.inference.decode.classes import Activation, Ranked
-    from flodl_hf.inference.engine import Pending
-    from flodl_hf.inference.inputs import Encoded, Text
-    from flodl_hf.inference.results.lists import Ranking
 
 __all__ = ["SequenceClassifier"]
 
@@ -103,13 +114,6 @@ class SequenceClassifier(ScoringModel):
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
-        from flodl_hf.checkpoints.config.file import tuned_thresholds
-        from flodl_hf.inference.batch import Scores
-        from flodl_hf.inference.decode.classes import decide, decode_classes
-        from flodl_hf.inference.inputs import as_text_list, refuse_two_texts
-        from flodl_hf.inference.pipeline import Session
-        from flodl_hf.inference.results.lists import Labels
-
         self._ready("predict", untrained=untrained)
         if max_length is not None and (not isinstance(max_length, Integral) or max_length < 3):
             raise PredictError(
@@ -138,8 +142,6 @@ class SequenceClassifier(ScoringModel):
 
         def finish(chunk: list[Text], encoded: Encoded, scores: Pending) -> list[Any]:
             if compat is not None:
-                from flodl_hf.inference.decode.compat.text_classification import text_classification
-
                 return text_classification(
                     scores.stacked(), self.config.labels, problem_type=self.config.problem_type,
                     function_to_apply=function_to_apply, top_k=top_k,
@@ -187,13 +189,6 @@ class SequenceClassifier(ScoringModel):
         Raises:
             PredictError: no labels, a template without ``{}``, or a model without an entailment label.
         """
-        from flodl_hf.inference.batch import Scores
-        from flodl_hf.inference.decode.classes import contradiction_id, decode_zero_shot, entailment_id
-        from flodl_hf.inference.decode.compat.text_classification import zero_shot_classification
-        from flodl_hf.inference.inputs import as_text_list
-        from flodl_hf.inference.pipeline import Session
-        from flodl_hf.inference.results.lists import Labels
-
         self._ready("zero_shot", untrained=untrained)
         texts, labels = as_text_list(texts, "zero_shot"), as_text_list(labels, "zero_shot")
         if isinstance(labels, str) or not labels:
@@ -262,11 +257,6 @@ class SequenceClassifier(ScoringModel):
         Raises:
             PredictError: the model has more than one label, or documents are no list of strings.
         """
-        from flodl_hf.inference.batch import Scores
-        from flodl_hf.inference.decode.classes import Ranked, decode_ranking
-        from flodl_hf.inference.pipeline import Session
-        from flodl_hf.inference.results.lists import Ranking
-
         self._ready("rerank", untrained=untrained)
         activation = ranking_activation(self.config, function_to_apply)
         before = self._prompt("rerank", prompt, prompt_name)
@@ -303,8 +293,6 @@ class SequenceClassifier(ScoringModel):
         recipe = self.cross_encoder
         if recipe is None and name is None:
             return prompt or ""
-        from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
-
         return (recipe or SentenceTransformerConfig()).resolve_prompt(method, prompt, name)
 
     def _encode(
@@ -316,8 +304,6 @@ class SequenceClassifier(ScoringModel):
         prompt: str = "",
         max_length: int | None = None,
     ) -> Encoded:
-        from flodl_hf.inference.inputs import encode, prompted, split_pairs
-
         tokenizer = self.tokenizer
         assert tokenizer is not None
         firsts, seconds = split_pairs(items, "predict")
@@ -365,8 +351,6 @@ def _documents(query: Any, documents: Any) -> list[str]:
     Raises:
         PredictError: query or documents have an unexpected type.
     """
-    from flodl_hf.inference.inputs import as_text_list
-
     texts = as_text_list(documents, "rerank")
     if not isinstance(query, str) or isinstance(texts, str):
         raise PredictError(

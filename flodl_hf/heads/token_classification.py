@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
 from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.heads.prediction_keywords import ENTITIES
 from flodl_hf.heads.scoring import ScoringModel
+from flodl_hf.inference.batch import Pending, Scores
+from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts, token_classification
+from flodl_hf.inference.decode.entities import Aggregation, TagScheme, decode_entities_batch
+from flodl_hf.inference.decode.rows import join_words
+from flodl_hf.inference.inputs import Encoded, as_text_list, encode
+from flodl_hf.inference.options import RunKeywords
+from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.results.lists import Entities, is_empty
 from flodl_hf.models.outputs import TokenClassificationOutput
 from flodl_hf.nn.encoder.losses import check_labels, token_loss
-
-if TYPE_CHECKING:
-    from flodl_hf.inference import RunKeywords
-    from flodl_hf.inference.decode.entities import Aggregation
-    from flodl_hf.inference.engine import Pending
-    from flodl_hf.inference.inputs import Encoded
 
 __all__ = ["TokenClassifier"]
 
@@ -84,13 +86,6 @@ class TokenClassifier(ScoringModel):
             PredictError: the model has no tokenizer or an untrained head, or an option makes no sense.
             TokenizerError: a text is not a valid string, or too long with ``strict``.
         """
-        from flodl_hf.inference.batch import Scores
-        from flodl_hf.inference.decode.entities import TagScheme, decode_entities_batch
-        from flodl_hf.inference.decode.rows import join_words
-        from flodl_hf.inference.inputs import as_text_list, encode
-        from flodl_hf.inference.pipeline import Session
-        from flodl_hf.inference.results.lists import Entities, is_empty
-
         tokenizer = self._ready("predict", untrained=untrained)
         texts = as_text_list(texts, "predict")
         scheme = TagScheme.detect(self.config.labels)
@@ -138,8 +133,6 @@ class TokenClassifier(ScoringModel):
         aggregation: str,
         ignore_labels: Collection[str],
     ) -> list[Any]:
-        from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts, token_classification
-
         tokenizer = self.tokenizer
         assert tokenizer is not None
         facts = TokenizerFacts(

@@ -11,6 +11,8 @@ import torch
 
 from flodl_hf.heads.prediction_keywords import ZERO_SHOT
 from flodl_hf.inference.decode.compat.text_classification import text_classification, zero_shot_classification
+from flodl_hf.inference.inputs import Encoded
+from flodl_hf.inference.token_table import table_of
 
 
 def truncates(given: Mapping[str, Any]) -> bool:
@@ -61,9 +63,6 @@ def too_long(model: Any, text: str) -> bool:
 
 def cut_entities(model: Any, text: str, options: dict[str, Any], offsets: Any) -> list[Any]:
     """Return the entities of a text that is truncated to one window, with other offsets of its tokens if given."""
-    from flodl_hf.inference.inputs import Encoded
-    from flodl_hf.inference.token_table import table_of
-
     ((row,),) = model.tokenizer.encode_rows([text], max_tokens=most_tokens(model), snap=False, overflow="truncate")
     if row.truncated:
         warn_of_cut("token-classification", "stride= reads all of it")

@@ -11,26 +11,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from flodl_hf.checkpoints.sentence.multivector import marker_id
+from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig, marker_id
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
 from flodl_hf.checkpoints.sentence.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
+from flodl_hf.checkpoints.sentence.steps import Step
 from flodl_hf.errors import PredictError
-
-if TYPE_CHECKING:
-    from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig
-    from flodl_hf.checkpoints.sentence.steps import Step
-    from flodl_hf.inference import RunKeywords
-    from flodl_hf.inference.batch import States, Work
-    from flodl_hf.inference.engine import Pending
-    from flodl_hf.inference.inputs import Encoded
-    from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.inference.batch import Pending, Pooled, Splade, States, Work
+from flodl_hf.inference.decode.classes import mean_over_windows
+from flodl_hf.inference.decode.pooling import finish_embeddings, pool_padded
+from flodl_hf.inference.inputs import Encoded, as_text_list, encode, prompted
+from flodl_hf.inference.options import RunKeywords
+from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.token_table import table_of
+from flodl_hf.inference.vectors import Vectors
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.nn.layout.layouts import Padded
 
 TOKENS = 2048
 """Maximum tokens of a batch with whole word scores: a quarter of a gigabyte at 30,000 words."""
@@ -118,8 +120,6 @@ def convolved(
     texts: Sequence[str], *, truncate_dim: int | None, normalize: bool, strict: bool,
 ) -> Tensor:  # fmt: skip
     """Return the vectors of texts in padded batches; arguments as of `pooled_beyond`."""
-    from flodl_hf.inference.decode.pooling import finish_embeddings, pool_padded
-
     skipped, places, found = prompt_tokens(model, recipe, prompt), [], []
     for at, states, mask in padded_batches(model, recipe, texts, prompt, size=BATCH.get(), strict=strict):
         mask[:, :skipped] = 0
@@ -162,9 +162,6 @@ def pooled_beyond(
         normalize: scale vectors to length 1.
         batch_invariant: compute each vector by itself, because products of several rows are summed in another order.
     """
-    from flodl_hf.inference.batch import Pooled
-    from flodl_hf.inference.decode.pooling import finish_embeddings
-    from flodl_hf.inference.vectors import Vectors
 
     def finished(found: Tensor) -> Tensor:
         if batch_invariant and len(found) > 1:
@@ -205,8 +202,6 @@ def token_embeddings(
     Raises:
         PredictError: another output is requested.
     """
-    from flodl_hf.inference.pipeline import Session
-
     if output_value != "token_embeddings":
         raise PredictError(
             f"encode: found output_value={output_value!r}, expected 'sentence_embedding' or 'token_embeddings'. Call "
@@ -239,8 +234,6 @@ def token_embeddings(
 
 def read_states(model: EncoderModel, recipe: SentenceTransformerConfig | None) -> States:
     """Return the pass that computes the states that a folder uses: the last layer's, or others."""
-    from flodl_hf.inference.batch import States
-
     if recipe is None or not recipe.changes_states:
         return States()
     return States(recipe.shares(model.config.encoder.num_layers, "the folder"))
@@ -257,9 +250,6 @@ def _without_prompt(
     rows: Sequence[Tensor], encoded: Encoded, names: tuple[Any, ...], skipped: int, texts: int
 ) -> Tensor:
     """Return pooled vectors to which the first tokens of each text add nothing."""
-    from flodl_hf.inference.decode.classes import mean_over_windows
-    from flodl_hf.inference.decode.pooling import pool_padded
-
     found, counts = [], []
     for states, window in zip(rows, encoded.table.window.tolist(), strict=True):
         mask = torch.ones(1, len(states), dtype=torch.long)
@@ -274,11 +264,6 @@ def token_vectors(
     model: EncoderModel, texts: str | Iterable[str], *, query: bool, untrained: bool, run: RunKeywords
 ) -> Any:
     """Return a vector for each token; see `BaseModel.embed_tokens`."""
-    from flodl_hf.inference.batch import States
-    from flodl_hf.inference.inputs import Encoded, as_text_list
-    from flodl_hf.inference.pipeline import Session
-    from flodl_hf.inference.token_table import table_of
-
     tokenizer = model._ready("embed_tokens", untrained=untrained)
     late = None if model.sentence_recipe is None else model.sentence_recipe.late
     if late is None:
@@ -322,7 +307,6 @@ def _expanded(model: EncoderModel, late: MultiVectorConfig, encoded: Encoded, wi
     Mask tokens that others do not attend to need a mask, which rows without filling have no place for.
     """
     from flodl_hf.inference.prepared_graph import shadow
-    from flodl_hf.nn.layout.layouts import Padded
 
     tokenizer = model.tokenizer
     assert tokenizer is not None
@@ -356,9 +340,6 @@ def lexical_vectors(
     run: RunKeywords,
 ) -> SparseVectors:
     """Return weights of a text's own words; see `BaseModel.embed_sparse`."""
-    from flodl_hf.inference.batch import States
-    from flodl_hf.inference.inputs import encode
-
     tokenizer = model._ready("embed_sparse", untrained=untrained)
     lexical = None if model.sentence_recipe is None else model.sentence_recipe.lexical
     if lexical is None:
@@ -406,9 +387,6 @@ def splade_vectors(
     run: RunKeywords,
 ) -> SparseVectors:
     """Return weights of words by a masked-word head; see `MaskedLM.embed_sparse`."""
-    from flodl_hf.inference.batch import Splade
-    from flodl_hf.inference.inputs import encode, prompted
-
     tokenizer = model._ready("embed_sparse", untrained=untrained)
     # The recipe of an encoder that makes dense vectors has prompts for those.
     recipe = model.sentence_recipe
@@ -434,9 +412,6 @@ def splade_vectors(
 def _collected(
     model: EncoderModel, texts: Any, encode: Any, work: Work, finish: Any, run: RunKeywords, *, rows: int
 ) -> SparseVectors:
-    from flodl_hf.inference.inputs import as_text_list
-    from flodl_hf.inference.pipeline import Session
-
     given = as_text_list(texts, "embed_sparse")
     asked = [given] if isinstance(given, str) else list(given)
     limit = most_sentence_tokens(model)

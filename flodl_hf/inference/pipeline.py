@@ -27,14 +27,14 @@ from flodl.progress import Progress
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import COUNTED, HEARD, TRUNCATED, Pending, Work
 from flodl_hf.inference.decode.rows import TokenTable
-from flodl_hf.inference.engine import Engine
-from flodl_hf.inference.fleet import Fleet
 from flodl_hf.inference.graph_model.model import warn_after_fork
 from flodl_hf.inference.inputs import FIRST_PLACE, Encoded
 from flodl_hf.inference.options import RunKeywords, RunOptions
 from flodl_hf.inference.results.lists import Found, Results
 
 if TYPE_CHECKING:
+    from flodl_hf.inference.engine import Engine
+    from flodl_hf.inference.fleet import Fleet
     from flodl_hf.inference.graph_model.model import GraphModel
     from flodl_hf.inference.workers import Call
 
@@ -95,6 +95,9 @@ class Session:
 
     def runner(self) -> Engine | Fleet:
         """Return what runs rows; called for each window, because the model can change between windows."""
+        from flodl_hf.inference.engine import Engine
+        from flodl_hf.inference.fleet import Fleet
+
         devices = self.options.devices
         if devices is None:
             return Engine.of(self.model, self.options)
@@ -114,6 +117,8 @@ class Session:
         if (send := SENDING.get()) is not None:
             return send(self.model, self.options, table, work, places)
         if len(table) == 1 and self.options.devices is None and works_by_itself(self.model.device):
+            from flodl_hf.inference.engine import Engine
+
             # Start on the graph of the last call, and check during its pass whether the model has changed.
             engine = Engine.of(self.model, self.options, unchecked=True)
             stamp = engine.prepared.stamp
