@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from flodl_hf.parity.published import PUBLISHED as CATALOGUE
+from flodl_hf.parity.published import checkpoints_of
 
 from flodl.errors import ConfigError
 from flodl_hf import load
@@ -17,8 +19,6 @@ from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.weights.loading import head_of
 from flodl_hf.families import FAMILIES
-from flodl_hf.parity.published import PUBLISHED as CATALOGUE
-from flodl_hf.parity.published import checkpoints_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from published import FURTHER, PUBLISHED, REFUSED, shrunk
