@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flodl.errors import TrainError
@@ -11,7 +11,7 @@ from flodl.train import ends
 from flodl.train.audience import Audience
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.settings import Settings
-from flodl.train.step.outcome import StepResult
+from flodl.train.step.outcome import OBSERVED, Part, StepResult
 
 
 @dataclass
@@ -22,21 +22,15 @@ class OwnStep:
         position: of the step in the epoch; None between batches.
         is_last: whether the batch is the last one of the step.
         rows: samples of the batch.
-        samples: samples of the step so far.
         batches: batches of the step so far.
         had_backward: whether the batch was passed to `backward`.
-        summed: whether any batch of the step was passed to `backward`.
-        observed: values collected inside the model, by batch.
     """
 
     position: int | None = None
     is_last: bool = False
     rows: int = 0
-    samples: int = 0
     batches: int = 0
     had_backward: bool = False
-    summed: bool = False
-    observed: list[dict[str, Any]] = field(default_factory=list)
 
 
 def epochs(trainer: Any, count: int) -> Iterator[int]:
@@ -89,14 +83,12 @@ def batches(trainer: Any, loader: Any, **options: Any) -> Iterator[Any]:
     trainer.feed = trainer.plan.feed(loader, trainer.ranks.device, **options)
     _begin(trainer)
     for position, parts in trainer.steps(trainer.feed):
-        own.samples = own.batches = 0
-        own.summed = False
+        trainer.step_.part, own.batches = Part(), 0
         if not parts:  # fewer samples than ranks; the other ranks still need this one
             _end_step(trainer, position)
         for number, batch in enumerate(parts):
             own.position, own.is_last = position, number + 1 == len(parts)
             own.rows, own.had_backward = batch_len(batch), False
-            own.samples += own.rows
             own.batches += 1
             trainer.ranks.phase("forward", trainer.policy.lr_step)
             trainer.step_.timer.__enter__()
@@ -117,18 +109,19 @@ def batches(trainer: Any, loader: Any, **options: Any) -> Iterator[Any]:
 
 def backward(trainer: Any, loss: Any, count: float | None = None) -> None:
     """Add the gradient of one batch; see `Trainer.backward`."""
-    own, problem = _of(trainer), None
+    own, problem, part = _of(trainer), None, trainer.step_.part
     if own.had_backward or own.position is None:
         problem = "a second call for one batch, or no batch; expected one call for each batch of batches()"
-    elif not own.summed and _has_gradients(trainer):
+    elif part.total is None and _has_gradients(trainer):
         problem = (
             "gradients of loss.backward(), whose number of samples is unknown; expected trainer.backward(loss) only"
         )
     if problem is not None:
         raise TrainError(f"backward: found {problem}. Add losses: trainer.backward(first + second).")
-    own.had_backward = own.summed = True
+    own.had_backward = True
     trainer.ranks.phase("backward")
-    trainer.step_.backward(as_loss(loss, own.rows if count is None else count), own.rows)
+    part.samples += own.rows
+    trainer.step_.add(part, as_loss(loss, own.rows if count is None else count))
 
 
 def step(trainer: Any) -> StepResult | None:
@@ -139,7 +132,7 @@ def step(trainer: Any) -> StepResult | None:
         raise TrainError("step: found no batch; expected one step() for each batch of batches().")
     trainer.step_.timer.__exit__(None, None, None)
     watching.__exit__()
-    own.observed.append(watching.take())
+    trainer.step_.part.add_metrics(watching.take(), OBSERVED)
     return _end_step(trainer, position) if own.is_last else None
 
 
@@ -147,7 +140,7 @@ def _end_step(trainer: Any, position: int) -> StepResult:
     own, taken, precision = trainer.own_step, trainer.step_, trainer.precision
     if precision.name in ("bf16", "fp16") and own.batches and not precision.entered:
         raise TrainError(f"step: found precision={precision.name!r} without trainer.precision.context().")
-    if not own.summed and own.batches:
+    if taken.part.total is None and own.batches:
         problem = None
         if own.batches > 1:
             problem = f"{own.batches} micro-batches with loss.backward(), so their weights are unknown"
@@ -157,10 +150,7 @@ def _end_step(trainer: Any, position: int) -> StepResult:
             problem = "loss.backward() on a loss without the scale that float16 needs"
         if problem is not None:
             raise TrainError(f"step: found {problem}; expected trainer.backward(loss).")
-        taken.own_gradients(float(own.samples))
-    for values in own.observed:
-        taken.observe(values)
-    own.observed.clear()
+        taken.own_gradients(own.rows)
     result = taken.update(step=trainer.policy.lr_step, flags=trainer.requests.flags())
     trainer.end_step(position, result)
     return result

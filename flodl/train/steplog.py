@@ -129,12 +129,9 @@ def epoch_metrics(
 
 
 def _add(sums: dict[str, list[float]], name: str, total: float, count: float) -> None:
-    kept = sums.get(name)
-    if kept is None:
-        sums[name] = [0.0 + total, 0.0 + count]
-    else:
-        kept[0] += total
-        kept[1] += count
+    pair = sums.setdefault(name, [0.0, 0.0])
+    pair[0] += total
+    pair[1] += count
 
 
 @dataclass

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,17 +35,6 @@ ALONE: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass
-class Copied:
-    """A model factory that returns copies, so that a model of the user does not change."""
-
-    factory: Callable[[torch.device], Any]
-
-    def __call__(self, device: torch.device) -> Any:
-        """Return the copy."""
-        return copy.deepcopy(self.factory(device))
-
-
 def trial_of(plan: RunPlan, callback: Callback, **settings: Any) -> RunPlan:
     """Return the plan of a run on a copy of the model and one device, which writes nothing."""
     plan.check(1)
@@ -52,7 +42,11 @@ def trial_of(plan: RunPlan, callback: Callback, **settings: Any) -> RunPlan:
     first = {"devices": given.device_names[0]}
     settings = {**ALONE, **first, **settings, "callbacks": (*given.callbacks, callback)}
     own: Any = {"functions": (), "metrics_fn": None, "eval_fn": None, "subscribers": ()}
-    return replace(plan, model_factory=Copied(plan.model_factory), settings=replace(given, **settings), **own)
+
+    def copied(device: torch.device) -> Any:
+        return copy.deepcopy(plan.model_factory(device))
+
+    return replace(plan, model_factory=copied, settings=replace(given, **settings), **own)
 
 
 @dataclass(frozen=True)
@@ -276,17 +270,7 @@ class RateSearch:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {**vars(self)}
-
-
-class _Rising:
-    """Absolute rates, whatever the optimiser has."""
-
-    def __init__(self, low: float, factor: float) -> None:
-        self.low, self.factor = low, factor
-
-    def lr(self, step: int) -> float:
-        return self.low * self.factor**step
+        return asdict(self)
 
 
 class _Stops(Callback):
@@ -326,7 +310,8 @@ def search_rates(
             problems=["low", "high", "steps"],
         )
     watch = _Stops()
-    rising = _Rising(low, (high / low) ** (1 / (steps - 1)))
+    factor = (high / low) ** (1 / (steps - 1))
+    rising = SimpleNamespace(lr=lambda step: low * factor**step)  # absolute rates, whatever the optimiser has
     length = {"num_epochs": 1_000_000, "max_steps": steps, "log_every": 1}
     trial = trial_of(plan, watch, schedule=rising, lr_scale_ratio=0.0, on_nan="skip", ema=None, **length)
     run(replace(trial, evals={}))

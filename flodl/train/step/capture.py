@@ -280,7 +280,7 @@ class EndCaptures(_Captures):
             self.weight.fill_(float(samples))
             self._samples = samples
         if self.overlap is not None:
-            self.overlap.mark_end()
+            self.overlap.end.record()
         ordinary = partial(self.compute, self.pair, self.weight, missing, self.overlap)
         if self.capturer is None or self.given_up is not None:
             return ordinary()

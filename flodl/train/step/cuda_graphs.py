@@ -117,24 +117,19 @@ class Overlap:
     Args:
         device: a CUDA device.
         fault: why the ranks cannot use peer memory; None if they can.
+
+    Attributes:
+        end: event after all of this rank's part, for which the end of the step waits.
     """
 
     def __init__(self, device: torch.device, fault: str | None) -> None:
         self.device, self.fault = device, fault
         self._side = torch.cuda.Stream(device)
-        self._end = self.event()
+        self.end = self.event()
 
     def event(self) -> Any:
         """Return an event that captured graphs can record and wait for."""
         return torch.cuda.Event(external=True)
-
-    def mark_end(self) -> None:
-        """Record that all of this rank's part was launched."""
-        self._end.record()
-
-    def wait_for_end(self) -> None:
-        """Make later launches wait for all of this rank's part."""
-        self._end.wait()
 
     def beside(self, replay: Run) -> Outcome:
         """Launch ``replay`` on a second stream and return its result; later launches wait for it."""

@@ -21,7 +21,7 @@ import torch
 
 from flodl.distributed.group import Summed
 from flodl.train.events import Recorded
-from flodl.train.loss import batch_len
+from flodl.train.loss import Loss, batch_len
 from flodl.train.step.capture import EndCaptures, StepCaptures
 from flodl.train.step.cuda_graphs import CudaCapturer, Overlap
 from flodl.train.step.decide import GradientCheck
@@ -119,7 +119,8 @@ class DeviceStep:
         try:
             if self.end is not None:
                 lacking = self.step.sums.fill_buckets()
-                return outcome_of(self._pair(part), part.metrics, lacking)
+                pair = Loss(self._total(part), part.count).totals().to(self.place)
+                return outcome_of(pair, part.metrics, lacking)
             with torch.no_grad():
                 count: Any = part.count
                 if isinstance(count, torch.Tensor) and count.device != self.place:
@@ -143,7 +144,7 @@ class DeviceStep:
         with torch.no_grad():
             step.sums.launch()
             if overlap is not None:
-                overlap.wait_for_end()
+                overlap.end.wait()
             step.sums.sum_last(pair)
             step.sums.wait(missing)
             if step.buffers is not None:
@@ -188,15 +189,6 @@ class DeviceStep:
     def _total(self, part: Part) -> torch.Tensor:
         """Return the sum of losses, float64 ``()``."""
         return torch.zeros((), dtype=torch.float64, device=self.place) if part.total is None else part.total
-
-    def _pair(self, part: Part) -> torch.Tensor:
-        """Return total and count as float64 ``(2,)`` on the device, without waiting for it."""
-        total, count = self._total(part), part.count
-        if isinstance(count, torch.Tensor):
-            count = count.to(total.device, torch.float64)
-        else:
-            count = total.new_full((), float(count))  # filled on the device: a copy from the host would wait for it
-        return torch.stack([total, count]).to(self.place)
 
     # ---- captured graphs -----------------------------------------------------------------------------
 

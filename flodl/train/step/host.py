@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -66,6 +66,7 @@ class HostStep:
         arrived: returns True if the oldest pending figures are on this host.
         timer: measures the compute time of this rank.
         runner: takes a step without the host, from batches, number and flags; None if the host decides.
+        part: sums of this rank in the step under way.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class HostStep:
         self.timer = StepTimer(self.ranks.device, slowdown=slowdown)
         self.arrived: Callable[[], bool] = lambda: False
         self.runner: Callable[[Sequence[Any], int, Sequence[float]], StepResult] | None = None
-        self._part = Part()
+        self.part = Part()
         # Float16 sums are kept small by this power of two, which rounds nothing; None until the first step.
         self._unit: float | None = 1.0 if self.precision.scaler is None else None
         self._overflows = 0
@@ -140,7 +141,7 @@ class HostStep:
 
     def accumulate(self, batches: Sequence[Any]) -> Part:
         """Add up gradients, losses and counts of micro-batches, without waiting for the device."""
-        part = self._part = Part()
+        part = self.part = Part()
         if self._unit is None and not batches:
             self._agree_on_unit(0.0)
         more = self._extra_passes(batches) if self.sharded else 0
@@ -154,7 +155,7 @@ class HostStep:
             if self._unit is None:
                 self._agree_on_unit(loss.count)
             with self.sums.during_backward(send=self.runner is None) if early and not left else nullcontext():
-                self._add(part, loss, alone)
+                self.add(part, loss, alone)
             if not self.ranks.solo and left:
                 self.ranks.phase("forward")
         for _ in range(more):
@@ -190,7 +191,7 @@ class HostStep:
         with self.precision.context():
             return self.train_step(self.model, batch)
 
-    def _add(self, part: Part, loss: Loss, alone: bool = False) -> None:
+    def add(self, part: Part, loss: Loss, alone: bool = False) -> None:
         """Add the gradient and the figures of one micro-batch; divide first if it is ``alone`` in its step."""
         if not loss.sum.requires_grad:
             raise TrainError("backward: the loss does not depend on any trainable parameter (no_grad, detach, frozen).")
@@ -234,30 +235,20 @@ class HostStep:
             )
         return int(max(row[0] for row in rows)) - len(batches)
 
-    # ---- a loop that the user writes -----------------------------------------------------------------
-
-    def backward(self, loss: Loss, samples: int) -> None:
-        """Add the gradient of one micro-batch."""
-        self._part.samples += samples
-        self._add(self._part, loss)
-
-    def observe(self, values: Mapping[str, tuple[Any, Any]]) -> None:
-        """Add values collected inside the model in one forward pass."""
-        self._part.add_metrics(values, OBSERVED)
-
-    def own_gradients(self, weight: float) -> None:
-        """Use gradients that the user's own ``backward()`` left: means over ``weight`` items of an unknown loss."""
-        if self.share_gradients and not self.sum_of_means:
+    def own_gradients(self, samples: int) -> None:
+        """Use gradients that the user's own ``backward()`` left: means over ``samples`` items of an unknown loss."""
+        part = self.part
+        part.count, part.samples, part.loss_known = float(samples), samples, False
+        part.divided = self.sum_of_means or not self.share_gradients
+        if not part.divided:
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-            torch._foreach_mul_(grads, float(weight))  # pyright: ignore[reportPrivateImportUsage]
-        divided = self.sum_of_means or not self.share_gradients
-        self._part = Part(None, float(weight), round(weight), divided, loss_known=False)
+            torch._foreach_mul_(grads, part.count)  # pyright: ignore[reportPrivateImportUsage]
 
     # ---- reduce, decide and apply --------------------------------------------------------------------
 
     def update(self, *, step: int = 0, flags: Sequence[float] = ()) -> StepResult:
         """Finish the step: sum over ranks, divide by the count, clip, update the parameters, clear gradients."""
-        part, self._part = self._part, Part()
+        part, self.part = self.part, Part()
         if self.share_gradients:
             total, count, unknown, flags = self._reduce(part, flags)
         else:

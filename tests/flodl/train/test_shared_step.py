@@ -49,16 +49,16 @@ class Beside:
     fault = "this stands in for devices"
 
     def __init__(self):
-        self.seen, self.events = [], 0
+        self.seen, self.events, self.end = [], 0, self
 
     def event(self):
         self.events += 1
         return Mark(self.seen, self.events)
 
-    def mark_end(self):
+    def record(self):
         self.seen.append("part done")
 
-    def wait_for_end(self):
+    def wait(self):
         assert self.seen.index("part done") < len(self.seen)
         self.seen.append("waits for part")
 
