@@ -10,21 +10,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from flodl.progress import AFTER_S, Progress, figures_of, in_words
+from flodl.train import events
 from flodl.train.callback import Callback
-from flodl.train.events import (
-    Decided,
-    EpochMetrics,
-    EvalDone,
-    Events,
-    Observed,
-    RunDone,
-    RunStarted,
-    Saved,
-    SaveFailed,
-    StepDone,
-    Synced,
-    Warned,
-)
 from flodl.train.settings import Settings
 from flodl.train.trackers import Tracker
 from flodl.verbosity import Verbosity, verbosity
@@ -60,10 +47,10 @@ class Audience:
             self._stack.callback(shown.close)
         self.subscribers = [*subscribers, *((call, ()) for call in added)]
 
-    def listen(self, events: Events, ask: Callable[[str], Any], *, evaluates: bool) -> None:
+    def listen(self, bus: events.Events, ask: Callable[[str], Any], *, evaluates: bool) -> None:
         """Subscribe all of them; the monitor may send requests by ``ask``."""
         for call, kinds in self.subscribers:
-            events.subscribe(call, *kinds)
+            bus.subscribe(call, *kinds)
         if self.monitor is not None:
             evaluate, save = ["evaluate"] * evaluates, ["save"] * (self.settings.folder is not None)
             self.monitor.enable_control([*evaluate, *save, "stop"], ask)
@@ -124,26 +111,26 @@ class ShowProgress:
     def __call__(self, event: Any) -> None:
         """Receive an event."""
         level = verbosity()
-        if level == Verbosity.QUIET and isinstance(event, (Warned, SaveFailed)):
+        if level == Verbosity.QUIET and isinstance(event, (events.Warned, events.SaveFailed)):
             print(f"warning: {_text_of(event)}", file=sys.stderr, flush=True)
         if level >= Verbosity.TRACE:
             print(json.dumps(event.to_dict(), default=str), file=sys.stderr, flush=True)
-        if isinstance(event, RunStarted):
+        if isinstance(event, events.RunStarted):
             self._begin(event)
         elif self._progress is not None:
-            if isinstance(event, StepDone):
+            if isinstance(event, events.StepDone):
                 loss: dict[str, Any] = {} if math.isnan(event.loss) else {"loss": event.loss}
                 self._progress.update(event.step, epoch=event.epoch + 1, **loss, lr=f"{event.lr:.2e}")
-            elif isinstance(event, RunDone):
+            elif isinstance(event, events.RunDone):
                 self._progress.update(event.step)
                 self.close()
-            elif isinstance(event, (Warned, SaveFailed)):
+            elif isinstance(event, (events.Warned, events.SaveFailed)):
                 self._print(f"warning: {_text_of(event)}", always=True)
             else:
                 for line in _lines_of(event, level):
                     self._print(line)
 
-    def _begin(self, event: RunStarted) -> None:
+    def _begin(self, event: events.RunStarted) -> None:
         self.close()
         total = event.total_steps if self.total is None else self.total
         self._progress = Progress("training", total or None, unit="steps", done=event.step, show=self.show)
@@ -168,34 +155,34 @@ class ShowProgress:
         self._progress = None
 
 
-def _text_of(event: Warned | SaveFailed) -> str:
-    if isinstance(event, Warned):
+def _text_of(event: events.Warned | events.SaveFailed) -> str:
+    if isinstance(event, events.Warned):
         return in_words(event.message)
     return in_words(f"the checkpoint of step {event.step:,} was not written: {event.reason}")
 
 
 def _lines_of(event: Any, level: Verbosity) -> list[str]:
     """Return the lines of an event at a verbosity level."""
-    if isinstance(event, EvalDone):
+    if isinstance(event, events.EvalDone):
         # Without metrics of labels, such as ``f1/PER`` or ``dev/f1/PER``, if there are others.
         plain = {name: value for name, value in event.metrics.items() if "/" not in name}
         plain = plain or {name: value for name, value in event.metrics.items() if name.count("/") == 1}
         return [f"step {event.step:,}: {', '.join(figures_of(plain))}"]
-    if isinstance(event, EpochMetrics):
+    if isinstance(event, events.EpochMetrics):
         rows = event.samples / event.epoch_ms * 1e3 if event.epoch_ms else 0.0
         loss = "" if math.isnan(event.loss) else f"loss {event.loss:.4f}, "
         lines = [f"epoch {event.epoch + 1}: {loss}{rows:,.{int(rows < 10)}f} rows/s"]
         ranks = enumerate(event.by_rank if level >= Verbosity.DEBUG else ())
         return [*lines, *(f"epoch {event.epoch + 1}, rank {rank}: {', '.join(figures_of(own))}" for rank, own in ranks)]
-    if isinstance(event, Decided):
+    if isinstance(event, events.Decided):
         return [f"step {event.step:,}: {event.rule} ({event.reason})"]
-    if isinstance(event, Saved) and level >= Verbosity.VERBOSE:
+    if isinstance(event, events.Saved) and level >= Verbosity.VERBOSE:
         size = f"{event.bytes / (1 << 20):.1f} MiB in {event.wall_ms / 1e3:.1f} s"
         return [f"step {event.step:,}: checkpoint {event.path}, {size}"]
-    if isinstance(event, Synced) and level >= Verbosity.VERBOSE:
+    if isinstance(event, events.Synced) and level >= Verbosity.VERBOSE:
         batches = " + ".join(map(str, event.batches))
         return [f"step {event.step:,}: ranks synchronised after {batches} batches, {event.sync_ms:.0f} ms"]
-    if isinstance(event, Observed) and event.scope == "epoch" and level >= Verbosity.DEBUG:
+    if isinstance(event, events.Observed) and event.scope == "epoch" and level >= Verbosity.DEBUG:
         return [f"epoch {event.epoch + 1}: {', '.join(figures_of(event.values))}"]
     return []
 

@@ -79,13 +79,8 @@ class RowFeed:
     def _micro(self, epoch: int, turn: int, share: Share | None) -> Iterator[tuple[int, np.ndarray]]:
         plan = self.loader.plan(epoch)
         for number in range(turn * self.accumulate, min((turn + 1) * self.accumulate, len(plan))):
-            rows = plan[number]
-            if share is not None:
-                first, last = share.of(len(rows))
-                rows = rows[first:last]
-            size = self.micro_batch_size or max(1, len(rows))
-            for first, last in _pieces(0, len(rows), size, share):
-                yield number, rows[first:last]
+            for first, last in _pieces(len(plan[number]), self.micro_batch_size, share):
+                yield number, plan[number][first:last]
 
     def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
         """Yield ``(turn, micro-batches)``; a loader that streams to a device prepares batches ahead."""
@@ -207,11 +202,11 @@ class StreamFeed:
         return self.loader.epoch(epoch) if hasattr(self.loader, "epoch") else iter(self.loader)
 
     def _cut(self, batch: Any, share: Share | None) -> list[Any]:
-        first, last = share.of(batch_len(batch)) if share is not None else (0, batch_len(batch))
-        size = self.micro_batch_size or max(1, last - first)
-        if (first, last) == (0, batch_len(batch)) and size >= last:
+        total = batch_len(batch)
+        pieces = _pieces(total, self.micro_batch_size, share)
+        if pieces == [(0, total)] or not total:
             return [batch]
-        return [_slice(batch, *piece, batch_len(batch)) for piece in _pieces(first, last, size, share)]
+        return [_slice(batch, *piece, total) for piece in pieces]
 
 
 # Turns of an epoch, by number; an empty share of a rank gives a turn without micro-batches.
@@ -225,10 +220,15 @@ def _length_of(loader: Any) -> int | None:
         return None
 
 
-def _pieces(first: int, last: int, size: int, share: Share | None) -> list[tuple[int, int]]:
-    """Return ranges of ``size``; the last is larger if a remainder would be smaller than a share may be."""
+def _pieces(total: int, size: int | None, share: Share | None) -> list[tuple[int, int]]:
+    """Return ranges of ``size`` in the share of ``total`` rows, all of it if None.
+
+    The last is larger if a remainder would be smaller than a share may be.
+    """
+    first, last = share.of(total) if share is not None else (0, total)
     least = share.least if share is not None else 1
-    starts = [start for start in range(first, last, max(size, least)) if start == first or last - start >= least]
+    length = max(size or last - first, least)
+    starts = [start for start in range(first, last, length) if start == first or last - start >= least]
     return list(zip(starts, [*starts[1:], last], strict=True)) if first < last else []
 
 

@@ -116,11 +116,8 @@ def open_checkpoint(path: Path, rank: int = 0, world: int = 1) -> Checkpoint:
 
 def _check_unchanged(path: Path, entry: Mapping[str, Any]) -> None:
     """Compare length and hash of a file, read in pieces, with its entry in the manifest."""
-    size, digest = 0, hashlib.sha256()
     with os.fdopen(open_regular(path), "rb") as file:
-        while piece := file.read(1 << 20):
-            size += len(piece)
-            digest.update(piece)
+        digest, size = hashlib.file_digest(file, "sha256"), file.tell()
     if size != entry["bytes"] or digest.hexdigest() != entry["sha256"]:
         raise ValueError(f"{path.name} was changed")
 

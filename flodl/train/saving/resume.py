@@ -19,24 +19,12 @@ from flodl.distributed.rounds import Knobs
 from flodl.distributed.sharded import local, whole_parts
 from flodl.errors import TrainError, capped
 from flodl.train.events import Past
+from flodl.train.saving import state
 from flodl.train.saving.reading import Checkpoint
-from flodl.train.saving.state import (
-    MODEL,
-    SHARDS,
-    check_fits,
-    copies,
-    learned_tensors,
-    load_model,
-    load_optimizer,
-    load_random,
-    optimizer_state,
-    random_state,
-    whole_model,
-)
 from flodl.train.settings import MAY_CHANGE
 from flodl.train.steplog import Tally
 
-OPTIMIZER = f"{SHARDS}optimizer/"  # prefix of the names of shards of optimiser state
+OPTIMIZER = f"{state.SHARDS}optimizer/"  # prefix of the names of shards of optimiser state
 MEMORY = "remembered/"  # prefix of the names of values that graphs keep between calls
 
 
@@ -81,7 +69,7 @@ def snapshot(trainer: Any, best: dict[str, Any] | None) -> dict[str, Any]:
         best: value, step and metric of the best checkpoint.
     """
     model, rank, shared = trainer.model, trainer.ranks.rank, trainer.policy.shares_gradients
-    own_tensors, random_rest = random_state(trainer.ranks.device)
+    own_tensors, random_rest = state.random_state(trainer.ranks.device)
     own_tensors |= {f"{MEMORY}{name}": tensor for name, tensor in trainer.graphs.tensors().items()}
     own: dict[str, Any] = {
         "random": random_rest,
@@ -93,24 +81,24 @@ def snapshot(trainer: Any, best: dict[str, Any] | None) -> dict[str, Any]:
     shards: dict[str, torch.Tensor] = {}
     if trainer.sharded or not shared or rank == 0:
         own["precision"] = trainer.precision.state_dict()
-        tensors, rest = optimizer_state(model, trainer.optimizer)
+        tensors, rest = state.optimizer_state(model, trainer.optimizer)
         if trainer.sharded:
             # Each rank writes its shards, and rank 0 everything that is not sharded.
-            shards = {f"{MODEL}{n}": t for n, t in learned_tensors(model).items() if local(t) is not t}
+            shards = {f"{state.MODEL}{n}": t for n, t in state.learned_tensors(model).items() if local(t) is not t}
             shards |= {f"{OPTIMIZER}{name}": tensor for name, tensor in tensors.items()}
-            own_tensors |= copies({name: local(tensor) for name, tensor in shards.items()})
+            own_tensors |= state.copies({name: local(tensor) for name, tensor in shards.items()})
         elif shared:
-            files["optimizer"] = copies(tensors) or {"empty": torch.zeros(0)}
+            files["optimizer"] = state.copies(tensors) or {"empty": torch.zeros(0)}
         else:
-            own_tensors |= {f"optimizer/{name}": tensor for name, tensor in copies(tensors).items()}
+            own_tensors |= {f"optimizer/{name}": tensor for name, tensor in state.copies(tensors).items()}
             own["optimizer"] = rest
         if shared and rank == 0:
             files["optimizer-options"] = rest
     if rank == 0:
-        weights = {n: t for n, t in learned_tensors(model).items() if f"{MODEL}{n}" not in shards}
-        files["model"] = copies(weights) or {"empty": torch.zeros(0)}
+        weights = {n: t for n, t in state.learned_tensors(model).items() if f"{state.MODEL}{n}" not in shards}
+        files["model"] = state.copies(weights) or {"empty": torch.zeros(0)}
         if trainer.average is not None:
-            files["ema"] = copies(trainer.average.tensors())
+            files["ema"] = state.copies(trainer.average.tensors())
         run = {
             "epoch": trainer.epoch_number,
             "policy": trainer.policy.state_dict(),
@@ -142,11 +130,11 @@ def restore(trainer: Any, saved: Checkpoint) -> None:
     policy = run["recipe"]["policy"]
     if trainer.settings.policy is None and not trainer.ranks.solo and policy != trainer.policy.name:
         trainer.use_policy(Choice(policy, "the checkpoint was written with it"))
-    weights = whole_model(saved.tensors)
-    check_fits(trainer.model, weights)
+    weights = state.whole_model(saved.tensors)
+    state.check_fits(trainer.model, weights)
     changes = _compare(trainer, run["recipe"], saved)
     if policy == trainer.policy.name:
-        trainer.policy.load_state_dict(run["policy"], [state["policy"] for state in states])
+        trainer.policy.load_state_dict(run["policy"], [one["policy"] for one in states])
     elif run["policy"].get("position", run["policy"].get("cursor")) == 0:
         trainer.policy.steps = run["policy"]["steps"]
     else:
@@ -157,8 +145,8 @@ def restore(trainer: Any, saved: Checkpoint) -> None:
         )
     own = states[min(rank, world - 1)]
     stored = saved.tensors[f"rank-{min(rank, world - 1)}"]
-    tensors = {name: tensor[...] for name, tensor in stored.items() if not name.startswith(SHARDS)}
-    load_model(trainer.model, weights)
+    tensors = {name: tensor[...] for name, tensor in stored.items() if not name.startswith(state.SHARDS)}
+    state.load_model(trainer.model, weights)
     trainer.hooks.load_state_dict(run.get("callbacks", []))
     if trainer.average is not None:
         average = saved.tensors.get("ema", saved.tensors["model"])
@@ -171,7 +159,7 @@ def restore(trainer: Any, saved: Checkpoint) -> None:
         part = {name: t for name, t in whole.items() if name != "empty"}
     rest = own.get("optimizer") or saved.values["optimizer-options"]
     accepted = {str(change["name"]).removeprefix("optimizer.") for change in changes}
-    load_optimizer(trainer.model, trainer.optimizer, part, rest, accepted)
+    state.load_optimizer(trainer.model, trainer.optimizer, part, rest, accepted)
     trainer.precision.load_state_dict(own.get("precision", states[0]["precision"]))
     trainer.rates.load_state_dict(run["schedule"])
     trainer.evaluator.load_state_dict(run["evaluator"])
@@ -180,7 +168,7 @@ def restore(trainer: Any, saved: Checkpoint) -> None:
     trainer.graphs.load({name.removeprefix(MEMORY): t for name, t in tensors.items() if name.startswith(MEMORY)})
     if rank < world:
         trainer.tally = Tally(**own["tally"])
-        load_random(trainer.ranks.device, tensors, own["random"])
+        state.load_random(trainer.ranks.device, tensors, own["random"])
     else:
         trainer.warn(f"the checkpoint was written by {world} ranks; rank {rank} starts new random states")
     for gone in states[trainer.ranks.world :] if rank == 0 else ():
