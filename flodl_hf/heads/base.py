@@ -30,7 +30,7 @@ from flodl_hf.heads.vectors import (
 )
 from flodl_hf.inference.batch import Pooled
 from flodl_hf.inference.decode.pooling import Pooling, check_pooling, finish_embeddings
-from flodl_hf.inference.graph_model.routed import route_within
+from flodl_hf.inference.graph_model import route_within
 from flodl_hf.inference.inputs import Encoded, as_text_list, encode, prompted
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session

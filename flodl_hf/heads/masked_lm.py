@@ -26,7 +26,7 @@ from flodl_hf.inference.decode.rows import TokenTable, build_records
 from flodl_hf.inference.inputs import as_text_list, encode
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
-from flodl_hf.inference.results.lists import Fill, Fills, is_empty
+from flodl_hf.inference.results import Fill, Fills, is_empty
 from flodl_hf.inference.token_table import chosen_rows
 from flodl_hf.models.outputs import MaskedLMOutput
 from flodl_hf.nn.encoder.losses import check_labels, token_loss

@@ -20,7 +20,7 @@ from flodl_hf.inference.decode.classes import Ranked, mean_over_windows
 from flodl_hf.inference.inputs import Encoded, encode
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
-from flodl_hf.inference.results.lists import Ranking
+from flodl_hf.inference.results import Ranking
 from flodl_hf.models.outputs import MultipleChoiceOutput
 from flodl_hf.nn.encoder.losses import check_labels
 

@@ -20,7 +20,7 @@ from flodl_hf.inference.decode.classes import decode_classes
 from flodl_hf.inference.inputs import Encoded, encode, split_pairs
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
-from flodl_hf.inference.results.lists import Labels
+from flodl_hf.inference.results import Labels
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.outputs import NextSentenceOutput
 from flodl_hf.nn.encoder.losses import check_labels

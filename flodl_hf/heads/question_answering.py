@@ -21,7 +21,7 @@ from flodl_hf.inference.decode.spans import decode_answers_batch
 from flodl_hf.inference.inputs import FIRST_PLACE, Encoded, as_text_list, encode, plain_pairs
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
-from flodl_hf.inference.results.lists import Answers
+from flodl_hf.inference.results import Answers
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.outputs import QuestionAnsweringOutput
 from flodl_hf.nn.encoder.losses import span_loss

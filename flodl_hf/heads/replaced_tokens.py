@@ -22,7 +22,7 @@ from flodl_hf.inference.decode.rows import Placed
 from flodl_hf.inference.inputs import Encoded, as_text_list, encode
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
-from flodl_hf.inference.results.lists import Entities, is_empty
+from flodl_hf.inference.results import Entities, is_empty
 from flodl_hf.models.outputs import ReplacedTokensOutput
 
 __all__ = ["ReplacedTokens"]

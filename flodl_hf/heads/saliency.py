@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.graph_model.hidden_states import embedded
+from flodl_hf.inference.hidden_states import embedded
 from flodl_hf.models.encoder_model import EncoderModel
 
 __all__ = ["Saliency", "saliency"]

@@ -38,7 +38,7 @@ from flodl_hf.inference.decode.compat.text_classification import text_classifica
 from flodl_hf.inference.inputs import Encoded, Text, as_text_list, encode, prompted, refuse_two_texts, split_pairs
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
-from flodl_hf.inference.results.lists import Labels, Ranking
+from flodl_hf.inference.results import Labels, Ranking
 from flodl_hf.models.outputs import SequenceClassificationOutput
 from flodl_hf.nn.encoder.losses import check_labels, classification_loss
 

@@ -21,7 +21,7 @@ from flodl_hf.inference.decode.rows import join_words
 from flodl_hf.inference.inputs import Encoded, as_text_list, encode
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
-from flodl_hf.inference.results.lists import Entities, is_empty
+from flodl_hf.inference.results import Entities, is_empty
 from flodl_hf.models.outputs import TokenClassificationOutput
 from flodl_hf.nn.encoder.losses import check_labels, token_loss
 

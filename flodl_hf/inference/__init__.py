@@ -11,8 +11,10 @@ fleet           several devices with one queue
 pipeline        the loop of a call: encode, forward pass, decode, window after window
 batch_variance  how far answers depend on what else is in the batch
 decode          scores and offsets to typed answers
-results         lists of answers, as JSON, tables and HTML
+results         lists of answers, as JSON and tables
+result_pages    results as HTML for notebooks
 graph_model     a graph with its configuration, tokenizer and source
+hidden_states   intermediate values of one call; embeddings instead of ids
 similarity      how similar vectors are, one a text or one a token
 search          the nearest vectors
 mining          pairs of similar texts

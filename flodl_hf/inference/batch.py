@@ -310,7 +310,7 @@ class States:
         """Return ``(tokens, hidden)``."""
         if not self.shares:
             return _flat(encoded(graph, ids, types, layout), layout)
-        from flodl_hf.inference.graph_model.hidden_states import watched
+        from flodl_hf.inference.hidden_states import watched
 
         with watched(graph, hidden_states=True, attentions=False) as seen:
             all_states(graph, ids, types, layout)

@@ -14,7 +14,7 @@ from flodl_hf.inference.inputs import encode, split_pairs
 from flodl_hf.inference.options import RunKeywords, RunOptions
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.graph_model.model import GraphModel
+    from flodl_hf.inference.graph_model import GraphModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
 from flodl_hf.nn.layout.rounded import laid_out, rounded
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.graph_model.model import GraphModel
+    from flodl_hf.inference.graph_model import GraphModel
 
 
 class Engine:

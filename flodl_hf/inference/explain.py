@@ -26,7 +26,7 @@ from flodl_hf.nn.backends.self_tests import LayerSizes, prediction
 from flodl_hf.nn.kernels.self_test import trusted
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.graph_model.model import GraphModel
+    from flodl_hf.inference.graph_model import GraphModel
 
 
 @dataclass(frozen=True)

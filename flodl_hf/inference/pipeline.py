@@ -27,15 +27,15 @@ from flodl.progress import Progress
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import COUNTED, HEARD, TRUNCATED, Pending, Work
 from flodl_hf.inference.decode.rows import TokenTable
-from flodl_hf.inference.graph_model.model import warn_after_fork
+from flodl_hf.inference.graph_model import warn_after_fork
 from flodl_hf.inference.inputs import FIRST_PLACE, Encoded
 from flodl_hf.inference.options import RunKeywords, RunOptions
-from flodl_hf.inference.results.lists import Found, Results
+from flodl_hf.inference.results import Found, Results
 
 if TYPE_CHECKING:
     from flodl_hf.inference.engine import Engine
     from flodl_hf.inference.fleet import Fleet
-    from flodl_hf.inference.graph_model.model import GraphModel
+    from flodl_hf.inference.graph_model import GraphModel
     from flodl_hf.inference.workers import Call
 
 SENDING: ContextVar[Callable[[Any, RunOptions, TokenTable, Work, Sequence[Sequence[int]] | None], Pending] | None]

@@ -34,7 +34,7 @@ from flodl_hf.inference.options import Precision
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.weights.on_disk import OnDisk
-    from flodl_hf.inference.graph_model.model import GraphModel
+    from flodl_hf.inference.graph_model import GraphModel
 
 # A user compares two precisions at most; each may have a copy of the weights.
 _KEPT = 2

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
+from flodl_hf.inference.result_pages import similarity_page
 
 __all__ = ["Similarity", "max_sim"]
 
@@ -31,8 +32,6 @@ class Similarity(Tensor):
     columns: Sequence[str] = ()
 
     def _repr_html_(self) -> str:
-        from flodl_hf.inference.results.pages import similarity_page
-
         if self.dim() != 2:
             return f"<pre>{self.as_subclass(Tensor)}</pre>"
         values: np.ndarray = self.detach().as_subclass(Tensor).float().cpu().numpy()

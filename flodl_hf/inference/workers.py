@@ -30,7 +30,7 @@ from flodl_hf.workers.pool import Worker
 from flodl_hf.workers.process import Process
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.graph_model.model import GraphModel
+    from flodl_hf.inference.graph_model import GraphModel
 
 # A process needs seconds to import torch and create a context; a device needs longer for this number of texts.
 MIN_TEXTS = 50_000

@@ -17,7 +17,7 @@ from flodl.errors import FlodlError, nearest
 from flodl_hf.compat.kwargs import replace_long_texts
 from flodl_hf.errors import PredictError
 from flodl_hf.families.schema.tasks import TASKS
-from flodl_hf.inference.results.lists import is_empty
+from flodl_hf.inference.results import is_empty
 from flodl_hf.jobs.columns import Choice
 from flodl_hf.jobs.tables import Kind
 

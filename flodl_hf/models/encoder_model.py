@@ -29,9 +29,9 @@ from flodl_hf.models.opening import FromPretrained
 from flodl_hf.models.transformers_methods import TransformersMethods
 
 if TYPE_CHECKING:
+    from flodl_hf.inference.evaluation_result import EvaluationResult
     from flodl_hf.inference.explain import Explanation
     from flodl_hf.inference.options import Precision, RunKeywords, RunOptions
-    from flodl_hf.inference.results.evaluation import EvaluationResult
 
 
 class EncoderModel(FromPretrained, Adapted, TransformersMethods):

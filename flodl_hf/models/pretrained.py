@@ -37,7 +37,7 @@ from flodl_hf.checkpoints.weights.loading import Plan, class_of
 from flodl_hf.checkpoints.weights.on_disk import OnDisk, Weights, stays_on_disk
 from flodl_hf.families.schema import PassthroughTensor
 from flodl_hf.inference.decode.classes import score_function
-from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import adapters_of
 from flodl_hf.models.building import (
     FiniteCheck,

@@ -14,7 +14,7 @@ from torch import Tensor
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.graph_model.model import GraphModel
+    from flodl_hf.inference.graph_model import GraphModel
 
 
 HEAD = "contact_head.regression."

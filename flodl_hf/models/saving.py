@@ -29,7 +29,7 @@ from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.nn.layers.parts import joined
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.graph_model.model import GraphModel
+    from flodl_hf.inference.graph_model import GraphModel
 
 
 DTYPE_NAMES = {

@@ -19,13 +19,13 @@ from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 from flodl_hf.checkpoints.weights.file_names import BOUNDS
 from flodl_hf.inference.decode.pooling import pool, pool_padded
-from flodl_hf.inference.graph_model.routed import Routed, recipe_behind
+from flodl_hf.inference.graph_model import Routed, recipe_behind
 from flodl_hf.nn.layout.layouts import Layout, Padded
 
 if TYPE_CHECKING:
     from flodl.graph import Graph
     from flodl_hf.checkpoints.config.model_config import ModelConfig
-    from flodl_hf.inference.graph_model.model import GraphModel
+    from flodl_hf.inference.graph_model import GraphModel
 
 
 SETFIT = ("model_head.pkl", "config_setfit.json")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import adapters_of
 
 
@@ -195,7 +195,7 @@ class TransformersMethods(GraphModel):
     def _repr_html_(self) -> str:
         from html import escape
 
-        from flodl_hf.inference.results.pages import table
+        from flodl_hf.inference.result_pages import table
 
         rows = [(escape(name), escape(value)) for name, value in self._summary().items()]
         return f"<div><b>{escape(type(self).__name__)}</b></div>{table(rows)}"

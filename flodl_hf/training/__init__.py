@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flodl_hf.training.options import Options
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.results.evaluation import EvaluationResult
+    from flodl_hf.inference.evaluation_result import EvaluationResult
     from flodl_hf.training.dry_runs import DryRun, dry_run, find_lr
     from flodl_hf.training.evaluate_model import evaluate
     from flodl_hf.training.result import FinetuneResult
@@ -36,7 +36,7 @@ __all__ = [
 
 _MODULES = {
     "DryRun": "training.dry_runs",
-    "EvaluationResult": "inference.results.evaluation",
+    "EvaluationResult": "inference.evaluation_result",
     "FinetuneResult": "training.result",
     "dry_run": "training.dry_runs",
     "evaluate": "training.evaluate_model",

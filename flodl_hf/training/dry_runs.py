@@ -13,7 +13,7 @@ import numpy as np
 
 from flodl.train import RateSearch
 from flodl.train.trials import Rehearsal
-from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.training.evaluation import Evaluation, Own
 from flodl_hf.training.job import Job, plan_job, read_arguments
 from flodl_hf.training.options import FinetuneArguments

@@ -18,7 +18,7 @@ from flodl.distributed.group import under_torchrun
 from flodl.errors import ConfigError, DataError, capped, nearest
 from flodl.train.evaluate import split_figures
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.inference.results.evaluation import EvaluationResult
+from flodl_hf.inference.evaluation_result import EvaluationResult
 from flodl_hf.training.batching import evaluation_layout
 from flodl_hf.training.data import Tables, classes_used, list_multilabel_columns, numbered_as, read_tables
 from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own

@@ -110,7 +110,7 @@ class FinetuneResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the model as JSON types."""
-        from flodl_hf.inference.results.lists import plain
+        from flodl_hf.inference.results import plain
 
         same = ("task", "metrics", "history", "losses", "steps", "best_step", "seconds", "changes", "policy")
         recipe = {name: value if isinstance(value, JSON) else str(value) for name, value in self.recipe.items()}
@@ -134,7 +134,7 @@ class FinetuneResult:
 
     def _repr_html_(self) -> str:
         """Return a run as HTML: the loss of each step as a curve, and evaluations as rows."""
-        from flodl_hf.inference.results.pages import table
+        from flodl_hf.inference.result_pages import table
         from flodl_hf.training.report.charts import line_chart
 
         names = list(dict.fromkeys(name for record in self.history for name in figures_in(record)))

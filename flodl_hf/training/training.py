@@ -26,7 +26,7 @@ from flodl.train import Callback, Ema, Profiler, Trainer, adamw, layerwise_decay
 from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.reading import ranked, read_checkpoint, signed
 from flodl.train.saving.state import load_model, model_state
-from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.settings import flat_words
 from flodl_hf.training.evaluation import EvalPredictions
 from flodl_hf.training.job import Job

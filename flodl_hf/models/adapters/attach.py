@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
-from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.settings import Settings
 from flodl_hf.nn.adapter_layers.lora import AdaptedLinear, LoraPart
 from flodl_hf.nn.adapter_layers.prompts import PromptedEmbedding, PromptPart

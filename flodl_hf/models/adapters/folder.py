@@ -25,7 +25,7 @@ from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG as CONFIG
 from flodl_hf.checkpoints.weights.file_names import BASE_OF_ADAPTER, RECIPE_FILES
 from flodl_hf.checkpoints.weights.loading import head_of
 from flodl_hf.families.schema import Family
-from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import Adapter, Part, Site
 from flodl_hf.models.adapters.fresh import (
     Names,

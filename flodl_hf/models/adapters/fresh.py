@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError, capped, nearest
-from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import Adapter, Part, Site
 from flodl_hf.models.adapters.settings import ALL_LINEAR, IA3, Lora, Prefix, Prompt, Settings, fits
 from flodl_hf.nn.adapter_layers.lora import LoraPart

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from flodl.graph import Graph
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import Pending, Work, batch_of, check_rows, plan_batches, usual_budget
-from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.inference.inputs import Encoded
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.models.adapters.attach import Adapter, Adapters

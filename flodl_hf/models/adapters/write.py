@@ -15,7 +15,7 @@ from flodl_hf.checkpoints.saving.state import FilePlan, WritePlan
 from flodl_hf.checkpoints.sentence.multivector import pylate_files
 from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG as CONFIG
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.inference.graph_model.model import GraphModel
+from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import Adapter, Site, adapters_of
 from flodl_hf.models.adapters.folder import HEAD, VIRTUAL, WEIGHTS, prefix_of
 from flodl_hf.models.adapters.fresh import Names

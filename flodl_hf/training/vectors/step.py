@@ -30,7 +30,7 @@ from flodl.data.rng import Rng
 from flodl.data.samplers import digest
 from flodl.train import Loss
 from flodl_hf.inference.decode.pooling import finish_embeddings, pool_packed, pool_padded
-from flodl_hf.inference.graph_model.hidden_states import watched
+from flodl_hf.inference.hidden_states import watched
 from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder, TakenRows
 from flodl_hf.training.step import score
 

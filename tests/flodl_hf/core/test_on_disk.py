@@ -186,7 +186,7 @@ def test_layers_that_are_no_chain_are_told_apart() -> None:
 def test_commands_take_where_weights_stay(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     testing = pytest.importorskip("typer.testing")
     from flodl_hf.cli.app import app
-    from flodl_hf.inference.graph_model.model import GraphModel
+    from flodl_hf.inference.graph_model import GraphModel
 
     folder, source = saved("bert", "sequence_classification"), tmp_path / "texts.txt"
     source.write_text("\n".join(TEXTS))

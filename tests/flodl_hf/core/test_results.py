@@ -15,7 +15,7 @@ import pytest
 from flodl_hf.inference.decode.classes import Classification, Ranked
 from flodl_hf.inference.decode.entities import Entity
 from flodl_hf.inference.decode.spans import Answer
-from flodl_hf.inference.results.lists import Answers, Entities, Fill, Fills, Found, Labels, Ranking, Results
+from flodl_hf.inference.results import Answers, Entities, Fill, Fills, Found, Labels, Ranking, Results
 
 TEXT = "Ada <b>lives</b> in Paris"
 KINDS: dict[str, Found[Any]] = {

@@ -17,11 +17,14 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 from flodl_hf.inference.decode.rows import Record
+from flodl_hf.inference.result_pages import list_page, page_of
 
 if TYPE_CHECKING:
     from flodl_hf.inference.decode.classes import Classification, Ranked  # noqa: F401
     from flodl_hf.inference.decode.entities import Entity  # noqa: F401
     from flodl_hf.inference.decode.spans import Answer  # noqa: F401
+
+__all__ = ["Answers", "Entities", "Fill", "Fills", "Found", "Labels", "Ranking", "Results"]
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Found[Any]")
@@ -145,8 +148,6 @@ class Found(Sequence[T]):
         return f"{type(self).__name__}({_cut(self.given)}: {told or ('empty' if self.empty else 'none')})"
 
     def _repr_html_(self) -> str:
-        from flodl_hf.inference.results.pages import page_of
-
         return page_of(self)
 
     def __reduce__(self) -> Any:
@@ -398,6 +399,4 @@ class Results(list[R]):
         return "\n".join([f"{len(self):,} result{'s' * (len(self) != 1)} [", *lines, *more, "]"])
 
     def _repr_html_(self) -> str:
-        from flodl_hf.inference.results.pages import list_page
-
         return list_page(self)

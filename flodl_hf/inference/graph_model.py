@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -19,8 +20,7 @@ from flodl.graph import Graph
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.weights.load_report import LoadReport
 from flodl_hf.errors import PredictError, no_tokenizer
-from flodl_hf.inference.graph_model.hidden_states import given_embeddings, ids_for, watched
-from flodl_hf.inference.graph_model.routed import Routed
+from flodl_hf.inference.hidden_states import given_embeddings, ids_for, watched
 from flodl_hf.nn.adapter_layers.prompts import prefix_of
 from flodl_hf.nn.attention.dot_product import check_implementation
 from flodl_hf.nn.attention.prefixes import ShiftedPositions
@@ -126,6 +126,44 @@ def _slow_down() -> None:
     if torch.get_num_threads() > 1:
         torch.set_num_threads(1)
         _slowed = True
+
+
+class Routed(nn.Module):
+    """The other encoders of a folder of sentence-transformers with a transformer for each of several routes.
+
+    They move, are cast and are written with the model of the usual route.
+
+    Args:
+        models: models by folder, relative to the root.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.folders = tuple(models)
+        self.models = nn.ModuleList(models.values())
+
+    def at(self, folder: str) -> Any:
+        """Return the model of a folder; None of the folder of the usual route."""
+        return self.models[self.folders.index(folder)] if folder in self.folders else None
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return folders with their models."""
+        return list(zip(self.folders, self.models, strict=True))
+
+
+def recipe_behind(recipe: SentenceTransformerConfig, folder: str) -> SentenceTransformerConfig:
+    """Return a folder's settings for texts of one of its transformers, in the form of a single model's."""
+    own = {name: replace(way, transformer="") for name, way in recipe.routes.items() if way.transformer == folder}
+    first = next(iter(own.values()))
+    if len(own) == 1:
+        return first
+    kinds = {kind: route for kind, route in recipe.kinds.items() if route in own}
+    return replace(first, routes=own, usual_route=next(iter(own)), kinds=kinds)
+
+
+def route_within(recipe: SentenceTransformerConfig | None, route: str | None) -> str | None:
+    """Return the recipe of a route's own encoder: empty unless another route shares that encoder."""
+    return route if recipe is not None and recipe.routes else None
 
 
 class GraphModel(nn.Module):
