@@ -53,19 +53,14 @@ class RowFeed:
     Args:
         accumulate: batches of the loader in one turn.
         micro_batch_size: largest number of rows in a pass of the model; None for no bound.
-        device: device of the batches; None for the device of the loader.
+        device: device of the batches.
     """
 
     def __init__(
-        self,
-        loader: DataLoader,
-        *,
-        accumulate: int = 1,
-        micro_batch_size: int | None = None,
-        device: torch.device | None = None,
+        self, loader: DataLoader, device: torch.device, *, accumulate: int = 1, micro_batch_size: int | None = None
     ) -> None:
         self.loader, self.accumulate, self.micro_batch_size = loader, accumulate, micro_batch_size
-        self.device = device if device is not None and device != loader.device else None
+        self.device = device if device != loader.device else None
 
     def turns(self, epoch: int) -> int:
         """Return how many turns ``epoch`` has, including an incomplete last one."""
@@ -285,7 +280,7 @@ def as_feed(
     """
     sizes: Any = {"accumulate": accumulate, "micro_batch_size": micro_batch_size}
     if isinstance(data, DataLoader):
-        return RowFeed(data, device=device, **sizes)
+        return RowFeed(data, device, **sizes)
     if check_data(data, batch_size=batch_size, batches=batches, max_steps=max_steps):
         return StreamFeed(data, device, max_steps=max_steps, seed=seed, **sizes)
     options: dict[str, Any] = (
@@ -293,7 +288,7 @@ def as_feed(
         if batches is not None
         else {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
     )
-    return RowFeed(DataLoader(data, seed=seed, device=device, collate=collate, **options), **sizes)
+    return RowFeed(DataLoader(data, seed=seed, device=device, collate=collate, **options), device, **sizes)
 
 
 def check_data(

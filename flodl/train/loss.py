@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flodl.errors import TrainError
 
 NOTHING_COUNTED = "nothing was counted in this step"
 LOSS_FAULT = "loss is not finite"
 GRADIENT_FAULT = "gradient is not finite"
+Metrics = Mapping[str, tuple[Any, Any]]  # sum and count by name
 
 
 @dataclass(frozen=True)
@@ -32,35 +34,30 @@ class Loss:
         is_mean: True if ``sum`` is the mean instead; set by `mean`.
     """
 
-    sum: torch.Tensor
-    count: int | float | torch.Tensor
-    metrics: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    sum: Tensor
+    count: float | Tensor
+    metrics: Metrics = field(default_factory=dict)
     is_mean: bool = False
 
     @classmethod
-    def mean(
-        cls,
-        value: torch.Tensor,
-        count: int | float | torch.Tensor,
-        metrics: Mapping[str, tuple[Any, Any]] | None = None,
-    ) -> Loss:
+    def mean(cls, value: Tensor, count: float | Tensor, metrics: Metrics | None = None) -> Loss:
         """Return the loss with the mean ``value`` over ``count`` items."""
         return cls(value, count, metrics or {}, is_mean=True)
 
-    def as_sum(self) -> torch.Tensor:
+    def as_sum(self) -> Tensor:
         """Return the sum, which adds up over micro-batches."""
         return _where_any(self.count, self.sum * self.count) if self.is_mean else self.sum
 
-    def as_mean(self) -> torch.Tensor:
+    def as_mean(self) -> Tensor:
         """Return the mean; 0 where nothing was counted, though the mean of nothing is NaN."""
         if self.is_mean:
             return self.sum
         # Weights of labels are counts too, and may be below 1.
-        if isinstance(self.count, torch.Tensor):
+        if isinstance(self.count, Tensor):
             return self.sum / torch.where(self.count > 0, self.count, 1)
         return self.sum / (self.count or 1)
 
-    def summed(self) -> torch.Tensor:
+    def summed(self) -> Tensor:
         """Return the sum without gradient, float64 ``()``, on the device of the loss."""
         if self.is_mean:
             # Multiplied in float64, so that the reported mean equals the given one.
@@ -68,18 +65,18 @@ class Loss:
             return _where_any(self.count, mean * self.count)
         return self.sum.detach().to(torch.float64).reshape(())
 
-    def totals(self) -> torch.Tensor:
+    def totals(self) -> Tensor:
         """Return ``(sum, count)`` without gradient, float64 ``(2,)``, on the device of the loss."""
         value = self.summed()
-        if isinstance(self.count, torch.Tensor):
+        if isinstance(self.count, Tensor):
             return torch.stack([value, self.count.to(value.device, torch.float64)])
         # Filled on the device: a copy from the host would wait for it.
         return torch.stack([value, value.new_full((), float(self.count))])
 
 
-def _where_any(count: Any, value: torch.Tensor) -> torch.Tensor:
+def _where_any(count: Any, value: Tensor) -> Tensor:
     """Return ``value``, or 0 if nothing was counted."""
-    if isinstance(count, torch.Tensor):
+    if isinstance(count, Tensor):
         return torch.where(count > 0, value, 0.0)
     # Its gradient is 0 too, although the mean of nothing is NaN.
     return value if count > 0 else torch.where(torch.zeros((), dtype=torch.bool, device=value.device), value, 0.0)
@@ -100,9 +97,9 @@ def as_loss(value: Any, samples: float) -> Loss:
         value = Loss(*value)
     elif not isinstance(value, Loss):
         mean = value.get("loss") if isinstance(value, Mapping) else getattr(value, "loss", value)
-        value = Loss.mean(mean, samples) if isinstance(mean, torch.Tensor) else value
-    if not isinstance(value, Loss) or not isinstance(value.sum, torch.Tensor) or value.sum.numel() != 1:
-        shape = tuple(value.sum.shape) if isinstance(value, Loss) and isinstance(value.sum, torch.Tensor) else None
+        value = Loss.mean(mean, samples) if isinstance(mean, Tensor) else value
+    if not isinstance(value, Loss) or not isinstance(value.sum, Tensor) or value.sum.numel() != 1:
+        shape = tuple(value.sum.shape) if isinstance(value, Loss) and isinstance(value.sum, Tensor) else None
         raise TrainError(
             f"train_step: found {type(value).__name__}{f' of shape {shape}' if shape else ''}; expected "
             "Loss(sum, count), a pair (sum, count), or a mean as a tensor with one element, alone or as 'loss'.",
@@ -120,7 +117,7 @@ def batch_len(batch: Any) -> int:
     said = getattr(batch, "num_rows", None)
     if isinstance(said, int):
         return said
-    found = _first_len(batch, lambda part: isinstance(part, torch.Tensor) and part.dim() > 0)
+    found = _first_len(batch, lambda part: isinstance(part, Tensor) and part.dim() > 0)
     found = _first_len(batch, is_column) if found is None else found
     return 1 if found is None else found
 
@@ -131,9 +128,9 @@ def _first_len(batch: Any, counts: Callable[[Any], bool]) -> int | None:
         return len(batch)
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     if not parts and hasattr(batch, "__dict__"):
-        parts = [v for v in vars(batch).values() if isinstance(v, torch.Tensor)]
+        parts = [v for v in vars(batch).values() if isinstance(v, Tensor)]
     for part in parts:
-        if isinstance(part, (torch.Tensor, Mapping, list, tuple)):
+        if isinstance(part, (Tensor, Mapping, list, tuple)):
             found = _first_len(part, counts)
             if found is not None:
                 return found

@@ -134,7 +134,7 @@ class _Watch(Callback):
             torch.cuda.synchronize(trainer.ranks.device)
 
 
-def rehearse(plan: RunPlan, run: Callable[[RunPlan], Any], *, steps: int = 3) -> Rehearsal:
+def rehearse(plan: RunPlan, run: Callable[[RunPlan], Any], *, steps: int) -> Rehearsal:
     """Return the requirements of the run of ``plan``; its model and its folder do not change.
 
     Raises:
@@ -294,9 +294,7 @@ class _Stops(Callback):
             self.trainer.stop()
 
 
-def search_rates(
-    plan: RunPlan, run: Callable[[RunPlan], Any], *, low: float = 1e-7, high: float = 1.0, steps: int = 100
-) -> RateSearch:
+def search_rates(plan: RunPlan, run: Callable[[RunPlan], Any], *, low: float, high: float, steps: int) -> RateSearch:
     """Return the result of a search over the run of ``plan``; its model and its folder do not change.
 
     Raises:

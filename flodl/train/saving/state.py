@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from flodl.checkpoint.safetensors_file import compose_head
 from flodl.checkpoint.tensor_bytes import bytes_of
@@ -120,14 +121,14 @@ def check_fits(model: nn.Module, tensors: Mapping[str, Any]) -> None:
         )
 
 
-def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+def _named(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of the optimiser with their names, in its order."""
     names = {id(p): name for name, p in model.named_parameters()}
     listed = [p for group in optimizer.param_groups for p in group["params"]]
     return [(names.get(id(p), f"unnamed.{i}"), p) for i, p in enumerate(listed)]
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, dict[str, Any]]:
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors of the optimiser themselves as ``"<parameter>::<entry>"``, and its options as JSON values."""
     tensors: Tensors = {}
     plain: dict[str, dict[str, Any]] = {}
@@ -167,10 +168,10 @@ def _unjson(value: Any) -> Any:
 
 def load_optimizer(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     tensors: Mapping[str, Any],
     rest: Mapping[str, Any],
-    changed: Collection[str] = (),
+    changed: Collection[str],
 ) -> None:
     """Load a saved state into the optimiser.
 
@@ -280,7 +281,7 @@ def check_same_model(ranks: Ranks, model: nn.Module) -> None:
         )
 
 
-def identity(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, Any]:
+def identity(model: nn.Module, optimizer: Optimizer, schedule: Any) -> dict[str, Any]:
     """Return the values of a new model, optimiser and schedule that determine the numbers of a run."""
     dropouts: dict[str, int] = {}
     for module in model.modules():

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 SUMS = 1024
@@ -36,11 +37,11 @@ class BlockLayout:
     tensors of the graph overwrite memory of the capture at each replay.
     """
 
-    sizes: torch.Tensor
-    which: torch.Tensor
-    starts: torch.Tensor
+    sizes: Tensor
+    which: Tensor
+    starts: Tensor
     span: int
-    spare: list[torch.Tensor]
+    spare: list[Tensor]
 
     @classmethod
     def of(cls, sizes: Sequence[int], device: torch.device, most: int = MOST_PROGRAMS) -> BlockLayout:
@@ -66,7 +67,7 @@ class BlockTables:
     def __init__(self, device: torch.device, *, rows: int = 1, most: int = MOST_PROGRAMS) -> None:
         self.device, self.rows, self.most = device, rows, most
         self.layouts: dict[Any, BlockLayout] = {}
-        self._pending: list[tuple[BlockLayout, torch.Tensor, np.ndarray]] = []
+        self._pending: list[tuple[BlockLayout, Tensor, np.ndarray]] = []
 
     def layout(self, sizes: Sequence[int], number: int = 0) -> BlockLayout | None:
         """Return the layout for tensors of these sizes; None in a capture without memory for its table.
@@ -84,7 +85,7 @@ class BlockTables:
             layout.spare.append(torch.empty(self.rows, len(sizes), dtype=torch.int64, device=self.device))
         return layout
 
-    def table(self, layout: BlockLayout, addresses: np.ndarray) -> torch.Tensor:
+    def table(self, layout: BlockLayout, addresses: np.ndarray) -> Tensor:
         """Return addresses, int64 ``(rows, tensors)``, on the device; in a capture `finish_capture` copies them."""
         if not capturing(self.device):
             return sent(addresses, self.device)
@@ -106,7 +107,7 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Return True if the elements are one stretch of memory, in any order."""
     spans = sorted(zip(tensor.stride(), tensor.shape, strict=True))
     size = 1
@@ -117,7 +118,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def sent(array: Any, device: torch.device) -> torch.Tensor:
+def sent(array: Any, device: torch.device) -> Tensor:
     """Return the numbers on the device, without a wait of the host."""
     found = torch.from_numpy(array)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
@@ -133,9 +134,9 @@ class StepDecision:
         figures: float64, the loss, the norm, the count if it is a tensor, and the rest.
     """
 
-    found: torch.Tensor
-    scale: torch.Tensor | None
-    figures: torch.Tensor
+    found: Tensor
+    scale: Tensor | None
+    figures: Tensor
 
 
 class GradientCheck:
@@ -158,13 +159,7 @@ class GradientCheck:
         self.tables = BlockTables(device)
 
     def __call__(
-        self,
-        grads: Sequence[torch.Tensor],
-        loss: torch.Tensor,
-        count: Any,
-        *,
-        summed: bool = False,
-        rest: torch.Tensor | None = None,
+        self, grads: Sequence[Tensor], loss: Tensor, count: Any, *, summed: bool = False, rest: Tensor | None = None
     ) -> StepDecision:
         """Return the decision on a step.
 
@@ -182,7 +177,7 @@ class GradientCheck:
         norm = norm if norm.dtype == torch.float64 else norm.to(torch.float32)
         if summed:
             norm = norm / _divisor(count).to(norm.dtype)
-        counts = isinstance(count, torch.Tensor)
+        counts = isinstance(count, Tensor)
         figures = torch.stack([loss.reshape(()).to(torch.float64), norm.to(torch.float64)])
         if not self.sticky:
             self.state.zero_()
@@ -204,7 +199,7 @@ class GradientCheck:
         further += [] if rest is None else [rest]
         return StepDecision(found, scale, torch.cat([figures, *further]) if further else figures)
 
-    def _layout_of(self, grads: Sequence[torch.Tensor]) -> BlockLayout | None:
+    def _layout_of(self, grads: Sequence[Tensor]) -> BlockLayout | None:
         if grads[0].dtype not in _KINDS or any(
             g.dtype != grads[0].dtype or g.layout != torch.strided or g.device != self.device for g in grads
         ):
@@ -213,17 +208,11 @@ class GradientCheck:
         return self.tables.layout(sizes) if min(sizes) and all(map(is_dense, grads)) else None
 
     def _by_kernels(
-        self,
-        blocks: BlockLayout,
-        grads: Sequence[torch.Tensor],
-        loss: torch.Tensor,
-        count: Any,
-        summed: bool,
-        rest: torch.Tensor | None,
+        self, blocks: BlockLayout, grads: Sequence[Tensor], loss: Tensor, count: Any, summed: bool, rest: Tensor | None
     ) -> StepDecision:
         kernels: Any = self._kernels
         further = 0 if rest is None else rest.numel()
-        counts, clips = isinstance(count, torch.Tensor), self.max_grad_norm is not None
+        counts, clips = isinstance(count, Tensor), self.max_grad_norm is not None
         table = self.tables.table(blocks, np.asarray([[g.data_ptr() for g in grads]]))
         programs = blocks.which.numel()
         sums = torch.empty(programs, dtype=torch.float32, device=self.device)
@@ -244,7 +233,7 @@ class GradientCheck:
         return StepDecision(found, scale, figures)
 
 
-def _divisor(count: torch.Tensor) -> torch.Tensor:
+def _divisor(count: Tensor) -> Tensor:
     """Return the count, or 1 if nothing was counted and the step is left out."""
     return torch.where(count == 0, 1, count)
 

@@ -13,7 +13,7 @@ between hosts, so that no host waits for a device.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,15 @@ import torch
 
 from flodl.distributed.group import Summed
 from flodl.train.events import Recorded
-from flodl.train.loss import Loss, batch_len
+from flodl.train.loss import Loss, Metrics, batch_len
 from flodl.train.step.capture import EndCaptures, StepCaptures
 from flodl.train.step.cuda_graphs import CudaCapturer, Overlap
 from flodl.train.step.decide import GradientCheck
 from flodl.train.step.host import HostStep, divide
 from flodl.train.step.outcome import Outcome, Part, StepResult, outcome_of, pack_metrics
 from flodl.train.step.update import FusedUpdate, why_unsupported
+
+Warn = Callable[[str], Any]
 
 
 class DeviceStep:
@@ -47,14 +49,7 @@ class DeviceStep:
     """
 
     def __init__(
-        self,
-        step: HostStep,
-        capturer: CudaCapturer | None,
-        warn: Callable[[str], Any],
-        *,
-        deferred: bool,
-        strict: bool,
-        num_rows: bool,
+        self, step: HostStep, capturer: CudaCapturer | None, warn: Warn, *, deferred: bool, strict: bool, num_rows: bool
     ) -> None:
         self.step, self.ranks, self.place = step, step.ranks, step.ranks.device
         self.warn, self.strict, self.num_rows = warn, strict, num_rows
@@ -156,13 +151,7 @@ class DeviceStep:
         return outcome
 
     def _update(
-        self,
-        total: torch.Tensor,
-        count: Any,
-        *,
-        divided: bool,
-        metrics: Mapping[str, tuple[Any, Any]],
-        inside: bool = False,
+        self, total: torch.Tensor, count: Any, *, divided: bool, metrics: Metrics, inside: bool = False
     ) -> Outcome:
         """Divide gradients by ``count``, decide whether the step counts, and update the parameters if it does.
 
@@ -232,13 +221,7 @@ class Step(HostStep):
         return self.decide_on_device(capturer, warnings.warn, deferred=False, strict=strict)
 
     def decide_on_device(
-        self,
-        capturer: CudaCapturer | None,
-        warn: Callable[[str], Any],
-        *,
-        deferred: bool,
-        strict: bool = False,
-        num_rows: bool = True,
+        self, capturer: CudaCapturer | None, warn: Warn, *, deferred: bool, strict: bool = False, num_rows: bool = True
     ) -> str | None:
         """Reduce, decide and apply on the device from now on; return why this is not possible, or None.
 

@@ -52,24 +52,10 @@ def square_sums(table, sizes, which, starts, sums, span, kind: tl.constexpr, blo
 
 @triton.jit(do_not_specialize=["number", "further"])
 def decide(
-    sums,
-    number,
-    loss,
-    count,
-    state,
-    found,
-    scale,
-    row,
-    rest,
-    further,
-    max_norm,
-    counts: tl.constexpr,
-    sticky: tl.constexpr,
-    clips: tl.constexpr,
-    summed: tl.constexpr,
-    room: tl.constexpr,
+    sums, number, loss, count, state, found, scale, row, rest, further, max_norm,
+    counts: tl.constexpr, sticky: tl.constexpr, clips: tl.constexpr, summed: tl.constexpr, room: tl.constexpr,
     block: tl.constexpr,
-):
+):  # fmt: skip
     """Decide whether a step counts, and write its figures.
 
     Args:

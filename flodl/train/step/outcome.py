@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flodl.errors import TrainError
-from flodl.train.loss import LOSS_FAULT, NOTHING_COUNTED, decide
+from flodl.train.loss import LOSS_FAULT, NOTHING_COUNTED, Metrics, decide
 
 # Prefix of the names of values collected inside the model, which travel with the metrics of a step.
 OBSERVED = "\0"
@@ -39,7 +39,7 @@ class Part:
     metrics: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     loss_known: bool = True
 
-    def add_metrics(self, metrics: Mapping[str, tuple[Any, Any]], prefix: str = "") -> None:
+    def add_metrics(self, metrics: Metrics, prefix: str = "") -> None:
         """Add sums and counts to the metrics of the same names."""
         for name, (value, weight) in metrics.items():
             value, weight = _plain(value), _plain(weight)
@@ -139,13 +139,13 @@ class StepResult:
                 self.metrics[name] = pair
 
 
-def outcome_of(pair: torch.Tensor, metrics: Mapping[str, tuple[Any, Any]], lacking: tuple[int, ...] = ()) -> Outcome:
+def outcome_of(pair: torch.Tensor, metrics: Metrics, lacking: tuple[int, ...] = ()) -> Outcome:
     """Return an outcome in which nothing was counted, whose row is ``pair`` and the tensors of ``metrics``."""
     packed, rest = pack_metrics(metrics, pair.device)
     return Outcome(pair if rest is None else torch.cat([pair, rest]), 0.0, packed, lacking)
 
 
-def pack_metrics(metrics: Mapping[str, tuple[Any, Any]], device: torch.device) -> tuple[Packed, torch.Tensor | None]:
+def pack_metrics(metrics: Metrics, device: torch.device) -> tuple[Packed, torch.Tensor | None]:
     """Return the names of metrics with the numbers that the host knows, and the other numbers as float64 or None."""
     if not metrics:
         return (), None
@@ -171,11 +171,9 @@ def read_metrics(packed: Packed, rest: Any) -> dict[str, tuple[float, float]]:
     }
 
 
-def not_finite(
-    rank: int, step: int, reason: str, loss: float, grad_norm: float, tensor: str | None = None
-) -> TrainError:
+def not_finite(rank: int, step: int, reason: str, loss: float, norm: float, tensor: str | None = None) -> TrainError:
     """Return the error for a loss or gradient that is not finite; ``reason`` is a result of `decide`."""
-    what, value = ("loss", loss) if reason == LOSS_FAULT else ("gradient", grad_norm)
+    what, value = ("loss", loss) if reason == LOSS_FAULT else ("gradient", norm)
     where = f" (first in {tensor})" if tensor else ""
     return TrainError(
         f"rank {rank}, step {step}: the {what} is {value}{where}; expected a finite number. The step was not applied "

@@ -110,7 +110,7 @@ def train(
         sum_of_means=sum_of_means,
     )
     loader = DataLoader(TensorRows(make_data(seed, rows)), batch, seed=seed)
-    feed = RowFeed(loader, accumulate=accumulate, micro_batch_size=micro)
+    feed = RowFeed(loader, loader.device, accumulate=accumulate, micro_batch_size=micro)
     share = Share(ranks.rank, tuple(ratios)) if ranks.world > 1 else None
     losses = [step.run(batches).loss for e in range(epochs) for _, batches in feed.work(e, range(feed.turns(e)), share)]
     return torch.cat([p.detach().flatten() for p in model.parameters()]), losses
