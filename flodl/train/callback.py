@@ -133,6 +133,9 @@ class Hooks:
     Args:
         trainer: passed to callbacks as their first argument.
 
+    Attributes:
+        around: the callbacks that act around the backward pass.
+
     Raises:
         TrainError: a callback has a method that is never called.
     """
@@ -142,6 +145,7 @@ class Hooks:
 
     def __init__(self, trainer: Any, callbacks: Sequence[Callback]) -> None:
         self.trainer, self.callbacks = trainer, tuple(callbacks)
+        self.around = self.acts(*AROUND)
         never = [
             f"{type(call).__name__}.{name}{nearest(name, KNOWN)}"
             for call in self.callbacks
@@ -162,11 +166,6 @@ class Hooks:
         return [
             call for call in self.callbacks if any(getattr(type(call), n) is not getattr(Callback, n) for n in names)
         ]
-
-    @property
-    def around(self) -> list[Callback]:
-        """The callbacks that act around the backward pass."""
-        return self.acts(*AROUND)
 
     def call(self, name: str, *args: Any) -> None:
         """Call the method ``name`` of all callbacks in order."""

@@ -20,6 +20,7 @@ from flodl.train.feed import Feed
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.requests import EVALUATE
 from flodl.train.saving.reading import signed
+from flodl.train.steplog import means
 
 
 class Evaluator:
@@ -139,11 +140,7 @@ class Evaluator:
                 if owners[turn] == ranks.rank:
                     _add(sums, given, batch)
         parts = ranks.gather({name: [float(total), float(count)] for name, (total, count) in sums.items()})
-        means = {}
-        for name in sorted({name for part in parts for name in part}):
-            total, count = (sum(part.get(name, (0.0, 0.0))[i] for part in parts) for i in (0, 1))
-            means[name] = total / count if count else math.nan
-        return means
+        return dict(sorted(means(parts).items()))
 
     def _compare(self, found: Mapping[str, float]) -> None:
         if self.metric is None:

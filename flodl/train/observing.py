@@ -122,7 +122,7 @@ class Observing:
         Raises:
             TrainError: a rule names a figure that does not exist.
         """
-        values = means(parts, "observed")
+        values = means([part["observed"] for part in parts])
         self.epochs.append(values)
         # Negative totals: the first window of the next epoch includes the last steps of this one.
         self.before = _less(self.before, parts[self.ranks.rank])
@@ -165,7 +165,7 @@ class Observing:
             self._looked_at, self.before = steps, tally
             shared = trainer.step_.share_gradients
             figures = epoch_metrics(parts, shared_loss=shared, epoch=0, step=steps, evaluated={})
-            self._note(figures, means(parts, "observed"))
+            self._note(figures, means([part["observed"] for part in parts]))
         for decided in self._decide(steps, trainer.epoch_number) if self._has_new_values else ():
             trainer.events.emit(decided)
             trainer.step_.loaded()
@@ -192,11 +192,6 @@ class Observing:
             if rule.action == "freeze" and not any(p.requires_grad for p in self.model.parameters()):
                 decided.append(Decided(**about, action="stop", path="", reason="no trainable parameter is left"))
         return decided
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a rule ended the run."""
-        return any(self.rules[position].action == "stop" for position in self.acted)
 
     def _act(self, position: int) -> None:
         rule, parameters = self.rules[position], self._parameters[position]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flodl.checked_fields import check_fields, number, of_kind
 from flodl.errors import ConfigError, nearest
 from flodl.monitor.conditions import Condition, RuleContext, parse_condition
 
@@ -19,6 +20,8 @@ FORMS = "stop when ..., freeze PATH when ..., thaw PATH when ..., or rate PATH S
 _TEXT = re.compile(
     r"(stop|freeze\s+(?P<a>\S+)|thaw\s+(?P<b>\S+)|rate\s+(?P<c>\S+)\s+(?P<scale>\S+))\s+when\s+(?P<when>.+)"
 )
+CONDITION = of_kind("a condition such as stalled('loss', 3), or a function", callable)
+PATH = of_kind("a path such as encoder.layers.0-3", lambda value: bool(re.fullmatch(r"\S+", str(value))))
 Question = Condition | Callable[[RuleContext], bool]
 
 
@@ -43,15 +46,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        problems = []
-        if not callable(self.condition):
-            problems.append(f"found {self.condition!r}; expected a condition such as stalled('loss', 3), or a function")
-        if self.action != "stop" and (not isinstance(self.path, str) or not re.fullmatch(r"\S+", self.path)):
-            problems.append(f"found the path {self.path!r}; expected one such as encoder.layers.0-3")
-        if not isinstance(self.scale, (int, float)) or not 0 < self.scale < math.inf:
-            problems.append(f"found the scale {self.scale!r}; expected a number above 0")
-        if problems:
-            raise ConfigError(f"rule: {'; '.join(problems)}", problems=problems)
+        values = {"condition": CONDITION, "scale": number(above=0, below=math.inf)}
+        check_fields(self, values if self.action == "stop" else {**values, "path": PATH}, "rule", ConfigError)
 
     def __str__(self) -> str:
         parts = [self.action, *([self.path] if self.path else []), *([repr(self.scale)] * (self.action == "rate"))]

@@ -46,11 +46,11 @@ class Schedule:
         ConfigError: invalid arguments; ``problems`` lists each of them.
     """
 
-    # Valid values of each argument, passed as keywords of the class.
+    # Valid values of each argument, passed as keywords of the class, with those of its base class.
     values: ClassVar[Mapping[str, Values]] = {}
 
     def __init_subclass__(cls, **values: Values) -> None:
-        cls.values = values
+        cls.values = {**cls.values, **values}
 
     def __post_init__(self) -> None:
         """Check the arguments."""

@@ -75,14 +75,8 @@ class Tally:
         return asdict(self)
 
 
-def means(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]:
-    """Return means over all ranks, weighted by count.
-
-    Args:
-        parts: tallies of all ranks; old checkpoints lack ``observed``.
-        kind: ``"sums"`` or ``"observed"``.
-    """
-    tables = [part.get(kind, {}) for part in parts]
+def means(tables: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return means over all ranks by name, weighted by count; a table of each rank has sums and counts."""
     found = {}
     for name in dict.fromkeys(name for table in tables for name in table):
         total = sum(table.get(name, (0.0, 0.0))[0] for table in tables)
@@ -106,7 +100,7 @@ def epoch_metrics(
     losses = parts[:1] if shared_loss else parts
     count = sum(part["count"] for part in losses)
     samples = sum(part["samples"] for part in parts)
-    figures = means(parts, "sums")
+    figures = means([part["sums"] for part in parts])
     return EpochMetrics(
         epoch=epoch,
         step=step,
@@ -119,7 +113,7 @@ def epoch_metrics(
         eval=evaluated,
         by_rank=tuple(
             {
-                **means([part], "sums"),
+                **means([part["sums"]]),
                 **{name: float(part[name]) for name in ("samples", "compute_ms", "wall_ms")},
                 **({} if shared_loss or not part["count"] else {"loss": part["loss_sum"] / part["count"]}),
             }

@@ -39,8 +39,11 @@ class Tracker:
     """
 
     package: str = ""
-    # Open file, writer or run.
+    # Open file, writer or run, and its method that ends it.
     _target: Any = None
+    _ends = "close"
+    # Whether a run of a service was started here, so that it is ended here.
+    _is_own = True
 
     def __init__(self, folder: str | os.PathLike[str] = "runs", config: Mapping[str, Any] | None = None) -> None:
         self.folder, self.config = Path(folder), dict(config or {})
@@ -67,8 +70,8 @@ class Tracker:
 
     def end(self) -> None:
         """Close the target; may be called twice."""
-        if self._target is not None:
-            self._target.close()
+        if self._target is not None and self._is_own:
+            getattr(self._target, self._ends)()
         self._target = None
 
     def __call__(self, event: Any) -> None:
@@ -179,17 +182,6 @@ class TensorBoardTracker(Tracker):
 
 class _Service(Tracker):
     """A service that gives each run an id, by which a resumed run is continued."""
-
-    # Whether the service's run was started here, so that it is ended here.
-    _is_own = True
-    # Method of the target that ends a run.
-    _ends: str
-
-    def end(self) -> None:
-        """End the run if it was started here."""
-        if self._target is not None and self._is_own:
-            getattr(self._target, self._ends)()
-        self._target = None
 
     def _ids(self) -> dict[str, Any]:
         path = self.folder / "trackers.json"

@@ -42,7 +42,14 @@ class _Curve(Schedule):
 
 
 @dataclass(frozen=True)
-class CosineFloor(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, floor=SHARE, cycles=number()):
+class _Recipe(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS):
+    base: float
+    total: int
+    warmup: int = 0
+
+
+@dataclass(frozen=True)
+class CosineFloor(_Recipe, floor=SHARE, cycles=number()):
     """A straight rise from 0, then waves of a cosine that go no lower than ``floor`` times ``base``.
 
     Attributes:
@@ -53,9 +60,6 @@ class CosineFloor(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, floor=SHARE
         cycles: waves; a half goes down once.
     """
 
-    base: float
-    total: int
-    warmup: int = 0
     floor: float = 0.0
     cycles: float = 0.5
 
@@ -67,7 +71,7 @@ class CosineFloor(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, floor=SHARE
 
 
 @dataclass(frozen=True)
-class CosineRestarts(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, cycles=number(above=0)):
+class CosineRestarts(_Recipe, cycles=number(above=0)):
     """A straight rise from 0, then half a cosine from ``base`` to 0, again and again (arXiv:1608.03983).
 
     Attributes:
@@ -77,9 +81,6 @@ class CosineRestarts(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, cycles=n
         cycles: how often the half wave comes.
     """
 
-    base: float
-    total: int
-    warmup: int = 0
     cycles: float = 1
 
     def after(self, step: int) -> float:
@@ -91,7 +92,7 @@ class CosineRestarts(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, cycles=n
 
 
 @dataclass(frozen=True)
-class Polynomial(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, power=number(above=0)):
+class Polynomial(_Recipe, power=number(above=0)):
     """A straight rise from 0, then a fall to ``end`` by a power of the remaining share of steps.
 
     Attributes:
@@ -102,9 +103,6 @@ class Polynomial(_Curve, base=RATE, total=SOME_STEPS, warmup=STEPS, power=number
         power: the power; 1 is a straight line.
     """
 
-    base: float
-    total: int
-    warmup: int = 0
     end: float = 1e-7
     power: float = 1.0
 

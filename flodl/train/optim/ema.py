@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from flodl.checked_fields import check_fields, number
 from flodl.distributed.average import wide
-from flodl.errors import TrainError
 from flodl.train.saving.state import fixed_names, whole_model
 from flodl.train.step.outcome import StepResult
 
@@ -36,10 +36,7 @@ class Ema:
 
     def __post_init__(self) -> None:
         """Check the decay."""
-        if not 0 < self.decay < 1:
-            raise TrainError(
-                f"ema: found {self.decay!r}; expected a number above 0 and below 1, such as 0.999.", found=self.decay
-            )
+        check_fields(self, {"decay": number(above=0, below=1)}, "ema")
 
 
 class WeightAverage:

@@ -19,6 +19,7 @@ from torch import nn
 
 from flodl.errors import TrainError
 
+NO_DECAY = ("*bias", "*norm.weight", "*norm*.weight")
 FUSED = {torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad}
 
 
@@ -63,10 +64,7 @@ def sgd(
 
 
 def parameter_groups(
-    model: nn.Module,
-    rules: Sequence[tuple[str, Mapping[str, Any]]] = (),
-    *,
-    no_decay: Sequence[str] = ("*bias", "*norm.weight", "*norm*.weight"),
+    model: nn.Module, rules: Sequence[tuple[str, Mapping[str, Any]]] = (), *, no_decay: Sequence[str] = NO_DECAY
 ) -> list[dict[str, Any]]:
     """Return groups of the trainable parameters, for ``torch.optim``; each parameter in exactly one.
 
@@ -113,7 +111,7 @@ def layerwise_decay(
     *,
     layers: str = "encoder.layers",
     lowest: Sequence[str] = ("encoder.embeddings",),
-    no_decay: Sequence[str] = ("*bias", "*norm.weight", "*norm*.weight"),
+    no_decay: Sequence[str] = NO_DECAY,
 ) -> list[dict[str, Any]]:
     """Return groups in which layer i of n has the rate ``lr * decay ** (n - i)`` and the head ``lr``.
 

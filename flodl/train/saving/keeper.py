@@ -151,7 +151,7 @@ class Keeper:
             self.settle_best()
         if skipped:
             if self.settings.save_epochs == "idle":  # otherwise the save in progress was requested
-                self.drop()  # it is not the best, or the present model is better
+                self._dropped.set()  # it is not the best, or the present model is better
         elif self.at_step != self.step or self.is_best():
             self.save()
 
@@ -231,10 +231,6 @@ class Keeper:
     def join(self) -> None:
         """Wait for the save in progress."""
         self._saving.result()
-
-    def drop(self) -> None:
-        """Abandon the save in progress and remove its files; all ranks call this, and save no more."""
-        self._dropped.set()
 
     def report(self) -> None:
         """Emit the events of the background."""

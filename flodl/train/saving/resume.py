@@ -96,6 +96,8 @@ def snapshot(trainer: Any, best: dict[str, Any] | None) -> dict[str, Any]:
             files["optimizer-options"] = rest
     if rank == 0:
         weights = {n: t for n, t in state.learned_tensors(model).items() if f"{state.MODEL}{n}" not in shards}
+        observing = trainer.observing
+        by_rule = any(observing.rules[position].action == "stop" for position in observing.acted)
         files["model"] = state.copies(weights) or {"empty": torch.zeros(0)}
         if trainer.average is not None:
             files["ema"] = state.copies(trainer.average.tensors())
@@ -105,8 +107,8 @@ def snapshot(trainer: Any, best: dict[str, Any] | None) -> dict[str, Any]:
             "schedule": trainer.rates.state_dict(),
             "evaluator": trainer.evaluator.state_dict(),
             "callbacks": trainer.hooks.state_dict(),
-            "observing": trainer.observing.state_dict(),
-            "stopped": trainer.stopping and (trainer.evaluator.is_spent or trainer.observing.stopped),
+            "observing": observing.state_dict(),
+            "stopped": trainer.stopping and (trainer.evaluator.is_spent or by_rule),
             "recipe": recipe(trainer),
             "best": best,
             **({"ema updates": trainer.average.updates} if trainer.average is not None else {}),

@@ -167,11 +167,7 @@ def _unjson(value: Any) -> Any:
 
 
 def load_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer,
-    tensors: Mapping[str, Any],
-    rest: Mapping[str, Any],
-    changed: Collection[str],
+    model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Any], rest: Mapping[str, Any], changed: Iterable[str]
 ) -> None:
     """Load a saved state into the optimiser.
 
