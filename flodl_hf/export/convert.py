@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
-from flodl_hf.checkpoints.saving.state import WritePlan, plan_state, write_state
-from flodl_hf.checkpoints.saving.write import WrittenFile, verify_files, write_bytes
+from flodl_hf.checkpoints.saving.state import WritePlan, plan_state
+from flodl_hf.checkpoints.saving.write import WrittenFile
 from flodl_hf.checkpoints.sentence.routing import module_folders, routing_of, transformer_folders
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder
-from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, write_checksums
+from flodl_hf.checkpoints.weights.checksums import CHECKSUMS
 from flodl_hf.errors import ExportError
+from flodl_hf.models.saving import needed_bytes, writer
 
 _BIN = (".bin", ".bin.index.json")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
@@ -58,22 +58,8 @@ def convert_bin(
     plans = {part: _planned(root / part, ties or {}, max_shard_size) for part in parts}
     copies = {name: data for name, data in copies.items() if not (name.endswith(_BIN) and _part_of(name) in plans)}
     written: list[WrittenFile] = []
-
-    def write(stage: Path) -> None:
-        others = []
-        for name, data in copies.items():
-            (stage / name).parent.mkdir(parents=True, exist_ok=True)
-            others.append(replace(write_bytes(stage / name, data), name=name))
-        for part, plan in plans.items():
-            (stage / part).mkdir(parents=True, exist_ok=True)
-            files = write_state(stage / part, plan)
-            written.extend(replace(file, name=f"{part}/{file.name}" if part else file.name) for file in files)
-        verify_files(stage, [*written, *others])
-        write_checksums(stage, ((file.name, file.size, file.sha256) for file in (*written, *others)))
-
-    needed = sum(plan.nbytes for plan in plans.values()) + sum(map(len, copies.values()))
-    publish_folder(out, write, overwrite=overwrite, needed_bytes=needed)
-    return written
+    publish_folder(out, writer(plans, copies, written), overwrite=overwrite, needed_bytes=needed_bytes(plans, copies))
+    return [file for file in written if file.name not in copies]
 
 
 def _parts_in_bin(root: Path, copies: Mapping[str, bytes]) -> list[str]:

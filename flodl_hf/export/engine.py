@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
-from flodl_hf.checkpoints.saving.write import WrittenFile, write_bytes
-from flodl_hf.checkpoints.sentence.routing import WEIGHT_FILES
+from flodl_hf.checkpoints.saving.write import write_bytes
 from flodl_hf.checkpoints.version import own_version
+from flodl_hf.checkpoints.weights.file_names import WEIGHT_FILES
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.export.traced import Traced, with_torch_defaults
 from flodl_hf.export.verify import ENGINE_FILES, RECEIPT, Check, Verification
@@ -337,10 +337,10 @@ class _Export:
     def _describe(self, stage: Path, command: str | None) -> None:
         import json
 
-        from flodl_hf.checkpoints.weights.checksums import write_checksums
+        from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, write_checksums
 
-        written = [_hashed(stage, path) for path in sorted(stage.rglob("*")) if path.is_file()]
-        write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
+        write_checksums(stage)
+        listed = json.loads((stage / CHECKSUMS).read_text("utf-8"))["files"]
         model = self.traced.model
         self.receipt.facts = {
             "file": self.file,
@@ -352,7 +352,7 @@ class _Export:
             "largest_difference": self.largest,
             "bound": self.bound,
             **self.facts,
-            "sha256": {file.name: file.sha256 for file in written},
+            "sha256": {name: file["sha256"] for name, file in listed.items()},
             "versions": _versions(self.engine),
             "command": command,
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -377,15 +377,6 @@ def _batches(traced: Traced) -> Iterator[AwkwardBatch]:
 
 def _is_ours(name: str) -> bool:
     return is_model_file(name) or any(fnmatchcase(name, own) for own in _OURS)
-
-
-def _hashed(stage: Path, path: Path) -> WrittenFile:
-    import hashlib
-
-    with path.open("rb") as file:
-        return WrittenFile(
-            path.relative_to(stage).as_posix(), path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-        )
 
 
 def _versions(engine: str) -> dict[str, str]:

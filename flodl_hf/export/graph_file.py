@@ -29,11 +29,11 @@ from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES
 from flodl_hf.checkpoints.config.model_config import ModelConfig, read_config_file
 from flodl_hf.checkpoints.hub.folders import resolve_folder
 from flodl_hf.checkpoints.saving.json_text import patch_json
-from flodl_hf.checkpoints.saving.state import plan_state, write_state
+from flodl_hf.checkpoints.saving.state import plan_state, same_bits, write_state
 from flodl_hf.checkpoints.sentence.routing import transformer_folder
 from flodl_hf.checkpoints.weights.checkpoint import folder as stored
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import read_member
-from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, MODEL_FILES
+from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, MODEL_FILES, TOKENIZER_FILES
 from flodl_hf.checkpoints.weights.loading import canonical_names, head_of
 from flodl_hf.errors import ExportError
 from flodl_hf.export.convert import model_files
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
 _ENDINGS = (".fdl", ".fdl.gz", ".safetensors")
 _MOST_BYTES = 1 << 30
 _WRAPPERS = ("network.", "graph.")
-_TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),
-    *("vocab.json", "merges.txt", "sentencepiece.bpe.model", "spm.model"),
-)
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,7 @@ def _surroundings(file: Path, like: Any, hub: dict[str, Any]) -> tuple[dict[str,
             "config.json and a tokenizer from a folder of the same architecture; give it with like= (--like FOLDER)",
             path=str(file),
         )
-    present = [name for name in _TOKENIZER if (file.parent / name).is_file()]
+    present = [name for name in TOKENIZER_FILES if (file.parent / name).is_file()]
     files = {name: read_member(file.parent, name, _MOST_BYTES) for name in present}
     text = read_member(file.parent, sidecar.name, MAX_CONFIG_BYTES).decode("utf-8", "replace")
     return files, ModelConfig.from_text(text, str(sidecar))
@@ -271,7 +267,7 @@ def _compare(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, fi
     wrong = sorted(set(tensors) ^ set(there))
     for name in set(tensors) & set(there):
         expected = tensors[name].to(dtype) if tensors[name].is_floating_point() else tensors[name]
-        if not _same(there[name], expected):
+        if not same_bits(there[name], expected):
             wrong.append(name)
     if wrong:
         raise ExportError(
@@ -280,9 +276,3 @@ def _compare(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, fi
             path=file,
             problems=wrong,
         )
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))

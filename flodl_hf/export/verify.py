@@ -21,9 +21,11 @@ from torch import Tensor
 
 from flodl.errors import FlodlError
 from flodl_hf.checkpoints.config.model_config import read_config_file
-from flodl_hf.checkpoints.sentence.routing import WEIGHT_FILES, transformer_folder, transformer_folders
+from flodl_hf.checkpoints.saving.state import same_bits
+from flodl_hf.checkpoints.sentence.routing import transformer_folder, transformer_folders
 from flodl_hf.checkpoints.version import own_version
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
+from flodl_hf.checkpoints.weights.file_names import WEIGHT_FILES
 from flodl_hf.errors import ExportError
 from flodl_hf.models.building import open_weights
 
@@ -231,7 +233,7 @@ def _bytes(run: _Run) -> Iterator[Check]:
         other = [n for n in a if n in b and (a[n].dtype != b[n].dtype or a[n].shape != b[n].shape)]
         both = [n for n in a if n in b and n not in other]
         left, right = ours.read_all(both), theirs.read_all(both)
-        differing = [n for n in both if not torch.equal(_raw(left[n]), _raw(right[n]))]
+        differing = [n for n in both if not same_bits(left[n], right[n])]
     faults = [
         f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
         for what, names in (
@@ -376,10 +378,6 @@ ESSENTIAL = CHECKS[:1]
 
 def _name(check: Callable[..., Any]) -> str:
     return check.__name__.strip("_")
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _facts(run: _Run, command: str | None) -> dict[str, Any]:

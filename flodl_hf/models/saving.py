@@ -20,9 +20,8 @@ from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.saving.publish import publish_folder
 from flodl_hf.checkpoints.saving.state import WritePlan, plan_state, write_state
 from flodl_hf.checkpoints.saving.write import WrittenFile, verify_files, write_bytes
-from flodl_hf.checkpoints.weights.checkpoint.folder import SAFETENSORS, SAFETENSORS_INDEX
 from flodl_hf.checkpoints.weights.checksums import write_checksums
-from flodl_hf.checkpoints.weights.file_names import WEIGHTS_KEY
+from flodl_hf.checkpoints.weights.file_names import SAFETENSORS, SAFETENSORS_INDEX, WEIGHTS_KEY
 from flodl_hf.checkpoints.weights.loading import canonical_names
 from flodl_hf.errors import ExportError
 from flodl_hf.families.schema.tasks import task_named
@@ -125,10 +124,15 @@ def write_contents(
     others |= dict(extra_files or {})
     return publish_folder(
         folder,
-        _writer(plans, others, check),
+        writer(plans, others, [], check),
         overwrite=overwrite,
-        needed_bytes=sum(plan.nbytes for plan in plans.values()) + sum(map(len, others.values())),
+        needed_bytes=needed_bytes(plans, others),
     )
+
+
+def needed_bytes(plans: Mapping[str, WritePlan], others: Mapping[str, bytes]) -> int:
+    """Return the size of weights and other files."""
+    return sum(plan.nbytes for plan in plans.values()) + sum(map(len, others.values()))
 
 
 def _inside(folder: str, name: str) -> str:
@@ -138,7 +142,7 @@ def _inside(folder: str, name: str) -> str:
 def surroundings(model: GraphModel) -> dict[str, bytes]:
     """Return the files other than weights, by file name: configuration, tokenizer, a recipe of sentence vectors."""
     found = {
-        f"{inside}/{name}" if inside else name: data
+        _inside(inside, name): data
         for inside, part in _parts(model).items()
         for name, data in ({"config.json": config_text(part).encode()} | _tokenizer_files(part)).items()
     }
@@ -153,20 +157,23 @@ def _parts(model: GraphModel) -> dict[str, GraphModel]:
     return {model.sentence_recipe.transformer: model, **dict(model.routed.items())}
 
 
-def _writer(
-    plans: Mapping[str, WritePlan], others: Mapping[str, bytes], check: Callable[[Path], object] | None
+def writer(
+    plans: Mapping[str, WritePlan],
+    others: Mapping[str, bytes],
+    written: list[WrittenFile],
+    check: Callable[[Path], object] | None = None,
 ) -> Callable[[Path], None]:
+    """Return a function that fills a folder and compares it; it adds the files to ``written``, weights first."""
+
     def write(stage: Path) -> None:
-        written: list[WrittenFile] = []
         for inside, plan in plans.items():
             (stage / inside).mkdir(parents=True, exist_ok=True)
             files = write_state(stage / inside, plan)
-            written.extend(replace(file, name=f"{inside}/{file.name}" if inside else file.name) for file in files)
+            written.extend(replace(file, name=_inside(inside, file.name)) for file in files)
         for name, data in others.items():
             place = stage / name
             place.parent.mkdir(parents=True, exist_ok=True)
-            file = write_bytes(place, data)
-            written.append(WrittenFile(name, file.size, file.sha256))
+            written.append(replace(write_bytes(place, data), name=name))
         write_checksums(stage, ((file.name, file.size, file.sha256) for file in written))
         verify_files(stage, written)
         if check is not None:

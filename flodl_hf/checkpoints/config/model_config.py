@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +61,7 @@ _READ = frozenset((
 _LABEL_KEYS = ("id2label", "label2id", "num_labels")
 
 
+@dataclass(repr=False, eq=False)
 class ModelConfig:
     """The configuration of one model.
 
@@ -82,36 +84,26 @@ class ModelConfig:
         left_out: missing sizes by key, with transformers' defaults.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        encoder: Any,
-        labels: Sequence[str],
-        *,
-        problem_type: str | None = None,
-        label_thresholds: Mapping[str, float] | None = None,
-        score_activation: str | None = None,
-        tie_words: bool = True,
-        source: Mapping[str, Any] | None = None,
-        text: str | None = None,
-        where: str = "config",
-        notes: Sequence[str] = (),
-        overruled: Sequence[str] = (),
-        left_out: Mapping[str, int] | None = None,
-    ) -> None:
-        self.family = family
-        self.encoder = encoder
-        self.labels = tuple(labels)
-        self.problem_type = problem_type
-        self.label_thresholds = None if label_thresholds is None else dict(label_thresholds)
-        self.score_activation = score_activation
-        self.tie_words = tie_words
-        self.source: dict[str, Any] = dict(source or {})
-        self.text = text
-        self.where = where
-        self.notes = tuple(notes)
-        self.overruled = tuple(overruled)
-        self.left_out = dict(left_out or {})
+    family: Family
+    encoder: Any
+    labels: Sequence[str]
+    _: KW_ONLY
+    problem_type: str | None = None
+    label_thresholds: dict[str, float] | None = None
+    score_activation: str | None = None
+    tie_words: bool = True
+    source: dict[str, Any] = field(default_factory=dict)
+    text: str | None = None
+    where: str = "config"
+    notes: Sequence[str] = ()
+    overruled: Sequence[str] = ()
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Copies, which no caller shares.
+        self.labels, self.notes, self.overruled = tuple(self.labels), tuple(self.notes), tuple(self.overruled)
+        self.source, self.left_out = dict(self.source), dict(self.left_out)
+        self.label_thresholds = None if self.label_thresholds is None else dict(self.label_thresholds)
 
     @classmethod
     def from_text(
@@ -196,7 +188,7 @@ class ModelConfig:
             raise refuse([str(fault)], where, family.model_type) from None
         return cls(
             family, encoder, labels, label_thresholds=thresholds, score_activation=activation,
-            source=source, text=text, where=where, notes=notes, overruled=(*(overruled or ()), *oddities),
+            source=dict(source), text=text, where=where, notes=notes, overruled=(*(overruled or ()), *oddities),
             left_out=left_out, **shared,
         )  # fmt: skip
 
@@ -310,16 +302,14 @@ class ModelConfig:
         kept, own = (self.label_thresholds, self.score_activation) if same else (None, None)
         # transformers refuses one label of this type.
         single = labels is not None and len(labels) == 1 and self.problem_type == "single_label_classification"
-        return ModelConfig(
-            self.family,
-            self.encoder if encoder is None else encoder,
-            self.labels if labels is None else labels,
+        return replace(
+            self,
+            encoder=self.encoder if encoder is None else encoder,
+            labels=self.labels if labels is None else labels,
             problem_type=(None if single else self.problem_type) if problem_type is None else problem_type or None,
-            label_thresholds=kept if label_thresholds is None else label_thresholds or None,
+            label_thresholds=kept if label_thresholds is None else dict(label_thresholds) or None,
             score_activation=(own if score_activation is None else score_activation) or None,
-            tie_words=self.tie_words, source=self.source, text=self.text, where=self.where, notes=self.notes,
-            overruled=self.overruled, left_out=self.left_out,
-        )  # fmt: skip
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration with HF's keys: the source values with the current labels and problem type."""

@@ -6,7 +6,6 @@ the cached files, and it is read again only if they differ.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,13 +19,12 @@ from typing import Any
 from flodl.errors import capped
 from flodl.files import read_regular, write_atomically
 from flodl_hf.checkpoints.hub.request import HubRequest
-from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, WEIGHTS_KEY, weights_named
+from flodl_hf.checkpoints.weights.checksums import new_digest
+from flodl_hf.checkpoints.weights.file_names import BIN, CONFIG_NAME, SAFETENSORS, WEIGHTS_KEY, weights_named
 
-WEIGHTS = "model.safetensors"
+WEIGHTS = SAFETENSORS
 _MODULES = "modules.json"
 _ROUTING = (_MODULES, "router_config.json", "*/router_config.json", "*/config.json")
-_OF_MODULES = ("config.json",)
-_WEIGHTS_OF_MODULES = (WEIGHTS, "pytorch_model.bin")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
@@ -122,7 +120,7 @@ def select_modules(request: HubRequest, names: Iterable[str], folder: Path) -> l
     """
     prefix = request.prefix
     present, found = set(names), []
-    wanted = (*_OF_MODULES, *(_WEIGHTS_OF_MODULES if WEIGHTS in request.files else ()))
+    wanted = (CONFIG_NAME, *((WEIGHTS, BIN) if WEIGHTS in request.files else ()))
     for part, holds_transformer in _modules_in(request, folder):
         if holds_transformer:
             found += select(replace(request, subfolder=prefix + part, modules=None), present)
@@ -139,13 +137,15 @@ def lacking(request: HubRequest, folder: Path, present: Sequence[str]) -> list[s
         folder: folder of the cache.
         present: names of all its files.
     """
-    missing = _lacking(folder, present)
-    if missing == [WEIGHTS] and (named := named_weights(folder, present)):
-        return _lacking_shards(folder, named, present)
-    if missing != [WEIGHTS] or not _in_modules(request, present):
-        return missing
-    parts = [part for part, holds in _modules_in(request, folder) if holds]
-    return [f"{part}/{name}" for part in parts for name in _lacking(folder / part, list(_below(part, present)))]
+    if weights := weights_among(present) or named_weights(folder, present):
+        return sorted(_shards(folder / weights[0]) - set(present)) if weights[0].endswith(".index.json") else []
+    if not _in_modules(request, present):
+        return [WEIGHTS]
+    missing = []
+    for part in (part for part, holds in _modules_in(request, folder) if holds):
+        below = [name.removeprefix(f"{part}/") for name in present if name.startswith(f"{part}/")]
+        missing += [f"{part}/{name}" for name in lacking(replace(request, modules=None), folder / part, below)]
+    return missing
 
 
 def any_present(request: HubRequest, present: Sequence[str]) -> bool:
@@ -155,21 +155,6 @@ def any_present(request: HubRequest, present: Sequence[str]) -> bool:
 
 def _modules_in(request: HubRequest, folder: Path) -> Iterable[tuple[str, bool]]:
     return request.modules(folder).items() if request.modules is not None else ()
-
-
-def _below(part: str, names: Iterable[str]) -> Iterable[str]:
-    return (name.removeprefix(f"{part}/") for name in names if name.startswith(f"{part}/"))
-
-
-def _lacking(folder: Path, present: Sequence[str]) -> list[str]:
-    weights = weights_among(present)
-    return _lacking_shards(folder, weights, present) if weights else [WEIGHTS]
-
-
-def _lacking_shards(folder: Path, weights: Sequence[str], present: Sequence[str]) -> list[str]:
-    if not weights[0].endswith(".index.json"):
-        return []
-    return sorted(_shards(folder / weights[0]) - set(present))
 
 
 def _shards(index: Path) -> set[str]:
@@ -191,8 +176,7 @@ _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 def digest_of(path: Path, like: str) -> str:
     """Return the digest of a file: SHA-256 if ``like`` is one, else the SHA-1 that git names its content by."""
-    git = len(like) == 40
-    digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False) if git else hashlib.sha256()
+    digest = new_digest(path, git=len(like) == 40)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)

@@ -26,6 +26,7 @@ from pathlib import Path
 from flodl.errors import capped, printable
 from flodl.files import lock, make_folders, sync_folder
 from flodl_hf.checkpoints import system
+from flodl_hf.checkpoints.weights.file_names import TOKENIZER_FILES, WEIGHT_PATTERNS
 from flodl_hf.errors import ExportError
 from flodl_hf.readers.path_checks import path_fault
 
@@ -33,17 +34,10 @@ GENERATOR = "generator"
 """The folder inside of a discriminator's for the generator that it was trained with."""
 
 _MODEL_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "pytorch_model*.bin",
-    "pytorch_model*.bin.index.json",
+    *WEIGHT_PATTERNS,
+    *TOKENIZER_FILES,
     "*config*.json",
     "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
     "*.model",
     "modules.json",
     "colbert_linear.pt",  # layers of bge-m3

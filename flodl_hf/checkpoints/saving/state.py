@@ -18,12 +18,11 @@ from torch import Tensor
 
 from flodl.errors import capped, printable
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPE_NAMES, DTYPES, SourceManifest
+from flodl_hf.checkpoints.weights.file_names import SAFETENSORS, SAFETENSORS_INDEX
 from flodl_hf.errors import ExportError
 
 from .write import WrittenFile, write_bytes, write_safetensors
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 DEFAULT_SHARD_SIZE = 5_000_000_000
 """Bytes above which a checkpoint without a source layout is cut into shards."""
 
@@ -135,7 +134,7 @@ def write_state(folder: Path, plan: WritePlan) -> list[WrittenFile]:
         for item in plan.files
     ]
     if plan.index is not None:
-        written.append(write_bytes(folder / INDEX, plan.index.encode("utf-8")))
+        written.append(write_bytes(folder / SAFETENSORS_INDEX, plan.index.encode("utf-8")))
     return written
 
 
@@ -171,7 +170,7 @@ def _resolve_ties(
     dangling: list[str] = []
     for alias, kept in ties.items():
         held, other = tensors.get(kept, tensors.get(alias)), tensors.get(alias)
-        if held is not None and other is not None and not _same_numbers(held, other):
+        if held is not None and other is not None and not same_bits(held, other):
             continue  # declared by the family, but this checkpoint has them apart: both are written
         if held is None:
             if alias in known or kept in known:
@@ -210,14 +209,14 @@ def _resolve_ties(
     return available, dropped
 
 
-def _same_numbers(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape, device and bits: a NaN equals itself, 0.0 not -0.0."""
     if one is other:
         return True
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
         return True
-    # By bytes: a NaN equals itself, and the two zeros differ.
     bits = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(*bits)
 
@@ -232,7 +231,7 @@ def _source_files(source: SourceManifest, available: Mapping[str, Tensor], added
     headers = {file.name: file.header for file in source.files}
     name_of = {file: file for file in homes}
     if source.layout == "single":
-        name_of[last] = SINGLE
+        name_of[last] = SAFETENSORS
     return [
         FilePlan(name_of[file], tuple(names), dict(source.metadata[file]), headers[file])
         for file, names in homes.items()
@@ -278,7 +277,7 @@ def _cut(
         groups[-1].append(name)
         filled += nbytes
     if len(groups) == 1:
-        return [FilePlan(SINGLE, tuple(groups[0]), metadata)]
+        return [FilePlan(SAFETENSORS, tuple(groups[0]), metadata)]
     total = len(groups)
     return [
         FilePlan(f"model-{place:05d}-of-{total:05d}.safetensors", tuple(names), metadata)

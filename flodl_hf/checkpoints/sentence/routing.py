@@ -14,17 +14,13 @@ from typing import Any, NamedTuple
 from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoints.sentence.module_files import place_in, read_json, settings_in, wrong
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
+from flodl_hf.checkpoints.weights.file_names import WEIGHT_FILES
 
 _KNOWN = (
     "Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize", "CNN", "WeightedLayerPooling",
     "MLMTransformer", "SpladePooling", "MultiVectorMask",
 )  # fmt: skip
 _ROUTERS = ("Router", "Asym")
-WEIGHT_FILES = (
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-)  # fmt: skip
-"""A folder with one of these contains the weights of a transformer."""
-
 Modules = list[dict[str, Any]]
 
 

@@ -22,11 +22,11 @@ from typing import Any, Literal
 from flodl.errors import CheckpointError, capped, printable
 from flodl.files import SEAL, seal, unseal
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, inside, is_entry, plain_name_fault, read_member
+from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, WEIGHT_PATTERNS
 
 CHECKSUMS = "checksums.json"
 RECEIPT = "verification.json"
 FORMAT = "flodl-checksums/1"
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 _LIMIT = 1 << 26  # bytes of a receipt
 _BLOCK = 1 << 20
 _THREADS = 4
@@ -99,7 +99,7 @@ class _Listed:
 
     size: int | None
     digest: str
-    kind: Literal["sha256", "git"] = "sha256"
+    is_git: bool = False
 
     def __str__(self) -> str:
         return self.digest if self.size is None else f"{self.digest} of {self.size:,} bytes"
@@ -178,10 +178,10 @@ def _states(
     def state(name: str) -> FileState:
         expected, reads = listed[name], reads_file(name)
         if not is_entry(place, name):
-            unfetched = is_part and (not reads or _matches(name, WEIGHTS))  # weights come in one kind only
+            unfetched = is_part and (not reads or _matches(name, WEIGHT_PATTERNS))  # weights come in one kind only
             return FileState(name, "ok" if unfetched else "missing", "nothing", str(expected), reads)
         try:
-            size, found = _digest(place, name, _digester(expected, place / name), seen)
+            size, found = _digest(place, name, new_digest(place / name, git=expected.is_git), seen)
         except CheckpointError as error:
             return FileState(name, "unreadable", error.message, str(expected), reads)
         same = found == expected.digest and expected.size in (None, size)
@@ -194,12 +194,10 @@ def _states(
 
 def reads_file(name: str) -> bool:
     """Return whether loading a folder reads a file of that name; a model card, for example, may be edited."""
-    from flodl_hf.checkpoints.weights.file_names import MODEL_FILES
-
     inside = name.partition("/")[2]
     if name in (CHECKSUMS, RECEIPT):
         return False
-    return _matches(name, (*MODEL_FILES, *WEIGHTS)) or _matches(inside, WEIGHTS)
+    return _matches(name, (*MODEL_FILES, *WEIGHT_PATTERNS)) or _matches(inside, WEIGHT_PATTERNS)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -273,15 +271,13 @@ def _blobs(place: Path) -> dict[str, _Listed]:
         if _HEX.fullmatch(blob):
             found[name] = _Listed(None, blob)
         elif re.fullmatch(r"[0-9a-f]{40}", blob):
-            found[name] = _Listed(None, blob, "git")
+            found[name] = _Listed(None, blob, is_git=True)
     return found
 
 
-def _digester(expected: _Listed, path: Path) -> Any:
-    if expected.kind == "sha256":
-        return hashlib.sha256()
-    # Git names a small file by this digest of a header and the contents.
-    return hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+def new_digest(path: Path, *, git: bool) -> Any:
+    """Return an empty SHA-256, or git's digest of a file, which begins with its length."""
+    return hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False) if git else hashlib.sha256()
 
 
 def _digest(place: Path, name: str, digest: Any, seen: dict[str, os.stat_result] | None = None) -> tuple[int, str]:

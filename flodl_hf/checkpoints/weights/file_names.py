@@ -32,7 +32,13 @@ TOKENIZER_FILES = (
     "merges.txt",
     "bpe.codes",
 )
-BIN_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
+SAFETENSORS_INDEX, BIN_INDEX = f"{SAFETENSORS}.index.json", f"{BIN}.index.json"
+WEIGHT_FILES = (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX)
+"""A folder with one of these contains the weights of a transformer."""
+BIN_FILES = ("pytorch_model*.bin", BIN_INDEX)
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+"""The same files, their shards, and files of weights with other names."""
 BOUNDS = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -49,7 +55,7 @@ RECIPE_FILES = (
     *(
         f"*_{kind}/{name}"
         for kind in ("Dense", "LayerNorm", "CNN", "WeightedLayerPooling")
-        for name in ("model.safetensors", "pytorch_model.bin")
+        for name in (SAFETENSORS, BIN)
     ),
     "config_setfit.json",
     "artifact.metadata",
@@ -60,7 +66,7 @@ RECIPE_FILES = (
 MODEL_FILES = (
     *TOKENIZER_FILES,
     CONFIG_NAME,
-    "model.safetensors",  # for the weights in whatever parts they come, pickled ones where there are no others
+    SAFETENSORS,  # for the weights in whatever parts they come, pickled ones where there are no others
     "checksums.json",
     *RECIPE_FILES,
 )

@@ -25,12 +25,9 @@ from flodl_hf.checkpoints.weights.checkpoint.manifest import (
 )
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, inside
 from flodl_hf.checkpoints.weights.checkpoint.shard import SafetensorsShard, Shard
+from flodl_hf.checkpoints.weights.file_names import BIN, BIN_INDEX, SAFETENSORS, SAFETENSORS_INDEX
 from flodl_hf.errors import MissingWeightsError
 
-SAFETENSORS = "model.safetensors"
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-BIN = "pytorch_model.bin"
-BIN_INDEX = "pytorch_model.bin.index.json"
 _BIN_ENDS = (".bin", ".pt")
 
 

@@ -24,14 +24,6 @@ _MARK = object()
 _ARGUMENTS = {op.code.encode("latin-1"): op.arg for op in pickletools.opcodes}
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A name that the program may apply to arguments, and what that yields."""
-
-    name: str
-    apply: Callable[..., Any]
-
-
 class Machine:
     """Run one program and return its result.
 
@@ -125,9 +117,9 @@ class Machine:
 
     def _apply(self) -> None:
         arguments, function = self._pop(), self._pop()
-        if not isinstance(function, Function) or not isinstance(arguments, tuple):
+        if not callable(function) or not isinstance(arguments, tuple):
             self._unsafe("a call of something that is no function on the list")
-        self._push(function.apply(*arguments))
+        self._push(function(*arguments))
 
     def _build(self) -> None:
         # A table of weights carries the versions of its modules as attributes; no tensor depends on them.
@@ -328,7 +320,7 @@ def _rebuild_parameter(data: Any, requires_grad: Any, hooks: Any) -> TensorRecor
     return data
 
 
-def _table() -> dict[str, Any]:
+def _table() -> dict[str, Any]:  # not dict, which would accept and hash any arguments
     return {}
 
 
@@ -350,9 +342,9 @@ _STORAGES = {
 }
 
 NAMES: dict[str, Any] = {
-    "collections.OrderedDict": Function("collections.OrderedDict", _table),
-    "torch._utils._rebuild_tensor_v2": Function("torch._utils._rebuild_tensor_v2", _rebuild_tensor),
-    "torch._utils._rebuild_parameter": Function("torch._utils._rebuild_parameter", _rebuild_parameter),
+    "collections.OrderedDict": _table,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
     **{f"torch.{name}": StorageKind(dtype) for name, dtype in _STORAGES.items()},
 }
 """Every name that a program may use, with its replacement."""
