@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import CheckpointError, ConfigError, capped, printable
-from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES, read_json
+from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES, PROBLEM_TYPES, read_json
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.hub.folders import resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import read_recipe
@@ -32,6 +32,7 @@ from flodl_hf.models.adapters.fresh import (
     check_places,
     check_tables,
     prefix_parts,
+    scale_parts,
     sites_of,
     tables_of_tokens,
 )
@@ -59,7 +60,7 @@ ENDS = {
     ".lora_magnitude_vector.weight": "magnitude",
     ".ia3_l": "scales",
 }
-PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -326,15 +327,7 @@ class AdapterFolder:
             found = "missing" if held is None else f"shape {tuple(held.shape)}, expected {shape} and no other tensor"
             problems.append(f"{PREFIX}{site.theirs}.ia3_l: {found}")
             return {}
-        flat = held.flatten()
-        if inside:
-            shared = nn.Parameter(flat.contiguous())
-            return {path: ScalePart(shared, True) for path in site.paths}
-        marks = [part_of(mark) for mark in site.marks] or [None]
-        return {
-            path: ScalePart(nn.Parameter((flat if mark is None else split(flat, mark)).clone()), False, site.bias_apart)
-            for path, mark in zip(site.paths, marks, strict=True)
-        }
+        return scale_parts(site, held.flatten(), on_input=inside)
 
 
 def prefix_of(settings: Settings) -> str:

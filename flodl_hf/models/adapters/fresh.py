@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from flodl.errors import ConfigError, capped, nearest
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import Adapter, Part, Site
-from flodl_hf.models.adapters.settings import ALL_LINEAR, IA3, Lora, Prefix, Prompt, Settings, fits
+from flodl_hf.models.adapters.settings import ALL_LINEAR, IA3, Lora, Prefix, Prompt, Settings, fits, listed
 from flodl_hf.nn.adapter_layers.lora import LoraPart
 from flodl_hf.nn.adapter_layers.prompts import WORDS, BiLstmEncoder, PromptPart
 from flodl_hf.nn.adapter_layers.scaled import ScalePart
 from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
 from flodl_hf.nn.attention.prefixes import MadePrefixPart, PrefixMaker, PrefixPart, ShiftPart
-from flodl_hf.nn.layers.parts import as_whole, part_of
+from flodl_hf.nn.layers.parts import as_whole, part_of, split
 
 PREFIX_STD = 0.02
 POSITIONS = "encoder.embeddings.position"
@@ -84,12 +84,16 @@ def new_adapter(model: GraphModel, settings: Settings) -> Adapter:
 
 def _beside(graph: nn.Module, site: Site, settings: Lora | IA3) -> dict[str, Part]:
     """Return the parts of the projections of one matrix."""
+    linears: list[Any]
     if isinstance(settings, IA3):
-        return {**_unscaled(graph, site, settings.on_input(*site.names))}
+        linears = [graph.get_submodule(path) for path in site.paths]
+        inside, home = settings.on_input(*site.names), linears[0].weight.device
+        size = linears[0].in_features if inside else sum(linear.out_features for linear in linears)
+        return {**scale_parts(site, torch.ones(size, device=home), on_input=inside)}
     rank, scale = settings.rank_of(*site.names), settings.scale_of(*site.names)
     if site.is_table:
         return {site.paths[0]: _table(graph.get_submodule(site.paths[0]), rank, scale, settings)}
-    linears: list[Any] = [graph.get_submodule(path) for path in site.paths]
+    linears = [graph.get_submodule(path) for path in site.paths]
     home = linears[0].weight.device
     down = nn.Parameter(torch.empty(rank, linears[0].in_features))
     nn.init.kaiming_uniform_(down, a=math.sqrt(5))
@@ -157,13 +161,9 @@ def _prompt(model: GraphModel, settings: Prompt) -> PromptPart:
         return PromptPart(vectors)
     if settings.kind == "lstm":
         return PromptPart(vectors, BiLstmEncoder(words.shape[1], settings.encoder).to(words.device))
-    return PromptPart(vectors, _encoder(words.shape[1], settings.encoder, words))
-
-
-def _encoder(width: int, inner: int, like: Tensor) -> nn.Module:
-    """Return the network of P-tuning, drawn as torch draws linear layers."""
+    width, inner = words.shape[1], settings.encoder
     layers = [nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, inner), nn.ReLU(), nn.Linear(inner, width)]
-    return nn.Sequential(*layers).to(like.device)
+    return PromptPart(vectors, nn.Sequential(*layers).to(words.device))
 
 
 def prefix_parts(model: GraphModel, whole: Tensor) -> dict[str, Part]:
@@ -216,16 +216,21 @@ def check_places(model: GraphModel, tokens: int) -> None:
         )
 
 
-def _unscaled(graph: nn.Module, site: Site, on_input: bool) -> dict[str, ScalePart]:
-    """Return initial scales of one; projections of one matrix share the scales of inputs."""
-    linears: list[Any] = [graph.get_submodule(path) for path in site.paths]
-    home = linears[0].weight.device
+def scale_parts(site: Site, scales: Tensor, *, on_input: bool) -> dict[str, ScalePart]:
+    """Return the scales of the projections of one matrix, which share the scales of inputs.
+
+    Args:
+        site: the matrix.
+        scales: of its inputs or outputs, ``(features,)``.
+        on_input: whether inputs are scaled.
+    """
     if on_input:
-        shared = nn.Parameter(torch.ones(linears[0].in_features, device=home))
+        shared = nn.Parameter(scales.contiguous())
         return {path: ScalePart(shared, True) for path in site.paths}
+    marks = [part_of(mark) for mark in site.marks] or [None]
     return {
-        path: ScalePart(nn.Parameter(torch.ones(linear.out_features, device=home)), False, site.bias_apart)
-        for path, linear in zip(site.paths, linears, strict=True)
+        path: ScalePart(nn.Parameter((scales if mark is None else split(scales, mark)).clone()), False, site.bias_apart)
+        for path, mark in zip(site.paths, marks, strict=True)
     }
 
 
@@ -298,10 +303,10 @@ def chosen(model: GraphModel, settings: Lora | IA3, kept: Sequence[str]) -> list
     if isinstance(settings, IA3):
         everywhere = {theirs: site for theirs, site in everywhere.items() if not site.is_table}
     sites = {theirs: site for theirs, site in everywhere.items() if not held & set(site.paths)}
-    usual = not settings.wanted
+    named = listed(settings.targets)
     found: dict[str, Site] = {}
     problems: list[str] = []
-    for wanted in settings.wanted or settings.usual:
+    for wanted in named or settings.usual_targets:
         if wanted == ALL_LINEAR:
             linear = {theirs: site for theirs, site in sites.items() if not site.is_table}
             found |= {theirs: site for theirs, site in linear.items() if not site.paths[0].startswith("head.")}
@@ -317,7 +322,7 @@ def chosen(model: GraphModel, settings: Lora | IA3, kept: Sequence[str]) -> list
             why = " is part of the head, which the adapter stores whole" if inside else nearest(wanted, _ends(sites))
             problems.append(f"{wanted}{why}")
         found |= fitting
-    partly = {} if usual else _partly(found, settings.wanted)
+    partly = _partly(found, named) if named else {}
     problems += [f"{', '.join(paths)}: one matrix with others ({theirs})" for theirs, paths in partly.items()]
     if problems:
         raise ConfigError(

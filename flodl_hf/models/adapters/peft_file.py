@@ -7,32 +7,87 @@ has no effect is ignored.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flodl.errors import ConfigError, capped, printable
 from flodl_hf.families.schema.tasks import HEADS, task_named
-from flodl_hf.models.adapters.settings import ALL_LINEAR, BIASES, IA3, Lora, Prefix, Prompt, Settings
+from flodl_hf.models.adapters.settings import ALL_LINEAR, BIASES, IA3, Lora, Prefix, Prompt, Settings, listed
 
-UNDERSTOOD = (
-    *("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
-    *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform"),
-    *("layers_pattern", "init_lora_weights", "bias", "lora_bias", "trainable_token_indices"),
-)
-UNDERSTOOD_IA3 = (
-    *("peft_type", "task_type", "base_model_name_or_path", "target_modules", "exclude_modules", "feedforward_modules"),
-    *("modules_to_save", "init_ia3_weights"),
-)
-UNDERSTOOD_VIRTUAL = (
-    *("peft_type", "task_type", "base_model_name_or_path", "num_virtual_tokens", "token_dim", "modules_to_save"),
-    *("num_transformer_submodules", "num_attention_heads", "num_layers"),
-)
-BEGUN = (
-    *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs", "init_weights"),
-    *("prefix_projection", "encoder_hidden_size", "encoder_reparameterization_type", "encoder_num_layers"),
-    "encoder_dropout",
-)
-"""How virtual tokens were initialised, and which network produced them in training; files contain its output."""
+Rule = tuple[str, Callable[[Any], bool]] | None
+"""The accepted values in words, and their test; None for any value."""
+
+
+def _of(*kinds: type | None) -> Callable[[Any], bool]:
+    """Return a test for values of these JSON types, of which bool is no int; None is null."""
+    return lambda value: (None if value is None else type(value)) in kinds
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _or_null(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or test(value)
+
+
+def _each(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a test for null and for tables with accepted values."""
+    return _or_null(lambda value: isinstance(value, dict) and all(map(test, value.values())))
+
+
+def _token_ids(value: Any) -> bool:
+    lists = value.values() if isinstance(value, dict) else [value or []]
+    return all(isinstance(ids, list) and all(map(_of(int), ids)) for ids in lists)
+
+
+_NAMES = ("names", _or_null(_names))
+_TARGETS = ("names", lambda value: bool(value) and _names(value))
+_COMMON: dict[str, Rule] = {
+    "modules_to_save": _NAMES,
+    "task_type": ("a task", _of(str, None)),
+    "base_model_name_or_path": ("a name", _of(str, None)),
+    "peft_type": None,
+}
+_LORA: dict[str, Rule] = {
+    "init_lora_weights": None,
+    "r": ("an integer", _of(int)),
+    **dict.fromkeys(("lora_alpha", "lora_dropout"), ("a number", _of(int, float))),
+    **dict.fromkeys(("use_rslora", "use_dora", "lora_bias"), ("true or false", _of(bool, None))),
+    "rank_pattern": ("ranks by name", _each(_of(int))),
+    "alpha_pattern": ("alphas by name", _each(_of(int, float))),
+    "target_modules": _TARGETS,
+    **dict.fromkeys(("exclude_modules", "layers_pattern"), _NAMES),
+    "layers_to_transform": (
+        "numbers of layers", lambda v: _of(int, None)(v) or (isinstance(v, list) and all(map(_of(int), v)))
+    ),
+    "trainable_token_indices": ("ids of tokens", _token_ids),
+    "bias": ("none, all or lora_only", BIASES.__contains__),
+    **_COMMON,
+}  # fmt: skip
+_IA3: dict[str, Rule] = {
+    "target_modules": _TARGETS,
+    # Ends of paths, as ours are; a pattern is none.
+    "feedforward_modules": ("a list", lambda value: value is None or (isinstance(value, list) and _names(value))),
+    "exclude_modules": _NAMES,
+    "init_ia3_weights": None,
+    **_COMMON,
+}
+_VIRTUAL: dict[str, Rule] = {
+    "num_virtual_tokens": ("an integer", _of(int)),
+    "num_transformer_submodules": ("1", lambda value: value is None or (_of(int)(value) and value == 1)),
+    **dict.fromkeys(("token_dim", "num_attention_heads", "num_layers"), ("an integer", _of(int, None))),
+    # How virtual tokens were initialised, and which network produced them in training; files contain its output.
+    **dict.fromkeys(
+        (
+            *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"),
+            *("init_weights", "prefix_projection", "encoder_hidden_size", "encoder_reparameterization_type"),
+            *("encoder_num_layers", "encoder_dropout"),
+        )
+    ),
+    **_COMMON,
+}
+_REQUIRED = ("target_modules", "num_virtual_tokens")
 VIRTUAL = {"PROMPT_TUNING": Prompt, "P_TUNING": Prompt, "PREFIX_TUNING": Prefix}
 CHANGES_NOTHING = (
     *("auto_mapping", "revision", "inference_mode", "peft_version", "runtime_config", "fan_in_fan_out"),
@@ -74,24 +129,26 @@ def read_settings(values: Mapping[str, Any], where: str) -> Settings:
 
 
 def _check(
-    values: Mapping[str, Any], where: str, kind: str, understood: Sequence[str], wrong: Sequence[str | None]
+    values: Mapping[str, Any], where: str, kind: str, rules: Mapping[str, Rule], problems: Sequence[str] = ()
 ) -> None:
-    """Raise for settings that are not understood and change numbers, and for values that are ``wrong``.
+    """Raise for settings without a rule that change numbers, and for values that their rule does not accept.
 
     Raises:
-        ConfigError: there are such; all are listed.
+        ConfigError: there are such, or other ``problems``; all are listed.
     """
     problems = [
-        f"{printable(name, 60)}: {printable(repr(value), 80)}, which changes numbers and is not understood"
-        for name, value in values.items()
-        if name not in understood and name not in CHANGES_NOTHING and value not in (None, False, "", [], {}, ())
+        *(
+            f"{printable(name, 60)}: {printable(repr(value), 80)}, which changes numbers and is not understood"
+            for name, value in values.items()
+            if name not in rules and name not in CHANGES_NOTHING and value not in (None, False, "", [], {}, ())
+        ),
+        *problems,
+        *(
+            f"{name}: found {printable(repr(values.get(name)), 80)}, expected {rule[0]}"
+            for name, rule in rules.items()
+            if rule is not None and (name in values or name in _REQUIRED) and not rule[1](values.get(name))
+        ),
     ]
-    common = [
-        _wrong("modules_to_save", values.get("modules_to_save"), "names", _maybe_names),
-        _wrong("task_type", values.get("task_type"), "a task", _named),
-        _wrong("base_model_name_or_path", values.get("base_model_name_or_path"), "a name", _named),
-    ]
-    problems += [problem for problem in (*wrong, *common) if problem]
     if problems:
         raise ConfigError(
             f"{where}: {len(problems)} settings cannot be followed:\n{capped(problems)}\nexpected an ordinary {kind}; "
@@ -104,29 +161,13 @@ def _check(
 def _read_lora(values: Mapping[str, Any], where: str) -> Lora:
     begun = values.get("init_lora_weights", True)
     changed = isinstance(begun, str) and begun.lower().startswith(CHANGED_BASE)
-    wrong = [
-        f"init_lora_weights: {printable(begun, 60)}, which changed the base's weights too" if changed else None,
-        _wrong("r", values.get("r", 8), "an integer", _whole),
-        _wrong("lora_alpha", values.get("lora_alpha", 8), "a number", _number),
-        _wrong("lora_dropout", values.get("lora_dropout", 0.0), "a number", _number),
-        *(
-            _wrong(name, values.get(name, False), "true or false", _flag)
-            for name in ("use_rslora", "use_dora", "lora_bias")
-        ),
-        _wrong("rank_pattern", values.get("rank_pattern"), "ranks by name", lambda v: _table(v, _whole)),
-        _wrong("alpha_pattern", values.get("alpha_pattern"), "alphas by name", lambda v: _table(v, _number)),
-        _wrong("target_modules", values.get("target_modules"), "names", lambda v: bool(v) and _names(v)),
-        *(_wrong(name, values.get(name), "names", _maybe_names) for name in ("exclude_modules", "layers_pattern")),
-        _wrong("layers_to_transform", values.get("layers_to_transform"), "numbers of layers", _layers),
-        _wrong("trainable_token_indices", values.get("trainable_token_indices"), "ids of tokens", _token_ids),
-        _wrong("bias", values.get("bias", "none"), "none, all or lora_only", BIASES.__contains__),
-    ]
-    _check(values, where, "LoRA", UNDERSTOOD, wrong)
+    wrong = [f"init_lora_weights: {printable(begun, 60)}, which changed the base's weights too"] if changed else []
+    _check(values, where, "LoRA", _LORA, wrong)
     return Lora(
         rank=values.get("r", 8),
         alpha=values.get("lora_alpha", 8),
         dropout=values.get("lora_dropout", 0.0),
-        targets=_listed(values["target_modules"]),
+        targets=listed(values["target_modules"]),
         rslora=bool(values.get("use_rslora")),
         dora=bool(values.get("use_dora")),
         ranks=values.get("rank_pattern") or {},
@@ -138,78 +179,19 @@ def _read_lora(values: Mapping[str, Any], where: str) -> Lora:
 
 
 def _read_ia3(values: Mapping[str, Any], where: str) -> IA3:
-    inside = values.get("feedforward_modules")
-    wrong = [
-        _wrong("target_modules", values.get("target_modules"), "names", lambda v: bool(v) and _names(v)),
-        # Ends of paths, as ours are; a pattern is none.
-        _wrong("feedforward_modules", inside, "a list", lambda v: v is None or (isinstance(v, list) and _names(v))),
-        _wrong("exclude_modules", values.get("exclude_modules"), "names", _maybe_names),
-    ]
-    _check(values, where, "IA3", UNDERSTOOD_IA3, wrong)
-    return IA3(targets=_listed(values["target_modules"]), inputs=tuple(inside or ()))
+    _check(values, where, "IA3", _IA3)
+    return IA3(targets=listed(values["target_modules"]), inputs=tuple(values.get("feedforward_modules") or ()))
 
 
 def _read_virtual(values: Mapping[str, Any], where: str) -> Prompt | Prefix:
     kind = str(values["peft_type"])
-    count, parts = values.get("num_virtual_tokens"), values.get("num_transformer_submodules", 1)
-    sizes = ("token_dim", "num_attention_heads", "num_layers")
-    wrong = [
-        _wrong("num_virtual_tokens", count, "an integer", _whole),
-        _wrong("num_transformer_submodules", parts, "1", lambda v: v is None or (_whole(v) and v == 1)),
-        *(_wrong(name, values.get(name), "an integer", lambda v: v is None or _whole(v)) for name in sizes),
-    ]
-    _check(values, where, kind, (*UNDERSTOOD_VIRTUAL, *BEGUN), wrong)
+    _check(values, where, kind, _VIRTUAL)
     made = kind == "P_TUNING" or bool(values.get("prefix_projection"))
     width = values.get("encoder_hidden_size") if made else None
     if VIRTUAL[kind] is Prefix:
         return Prefix(tokens=values["num_virtual_tokens"], encoder=width)
     lstm = width is not None and values.get("encoder_reparameterization_type") == "LSTM"
     return Prompt(tokens=values["num_virtual_tokens"], encoder=width, kind="lstm" if lstm else "mlp")
-
-
-def _wrong(name: str, value: Any, expected: str, fine: Any) -> str | None:
-    return None if fine(value) else f"{name}: found {printable(repr(value), 80)}, expected {expected}"
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _flag(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
-
-
-def _named(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _names(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-
-def _maybe_names(value: Any) -> bool:
-    return value is None or _names(value)
-
-
-def _table(value: Any, of: Any) -> bool:
-    return value is None or (isinstance(value, dict) and all(of(entry) for entry in value.values()))
-
-
-def _token_ids(value: Any) -> bool:
-    lists = value.values() if isinstance(value, dict) else [value or []]
-    return all(isinstance(ids, list) and all(map(_whole, ids)) for ids in lists)
-
-
-def _layers(value: Any) -> bool:
-    return value is None or _whole(value) or (isinstance(value, list) and all(map(_whole, value)))
-
-
-def _listed(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
 
 
 def task_of(values: Mapping[str, Any]) -> str | None:
@@ -243,7 +225,7 @@ def targeted(values: Mapping[str, Any], modules: Iterable[str], where: str) -> s
             if not _matches(excluded, path)
             and not any(re.match(rf"(^|.*\.){re.escape(name)}($|\..*)", path) for name in whole)
             and _matches(wanted, path)
-            and (isinstance(wanted, str) or numbers is None or _layer(path, _listed(below)) in numbers)
+            and (isinstance(wanted, str) or numbers is None or _layer(path, listed(below)) in numbers)
         }
     except re.error as fault:
         raise ConfigError(

@@ -150,6 +150,7 @@ class Lora:
     bias: str = "none"
     lora_bias: bool = False
     trainable_token_indices: Mapping[str, Sequence[int]] | Sequence[int] = ()
+    usual_targets = ("query", "value")
 
     def __post_init__(self) -> None:
         problems = [f"rank {rank!r}" for rank in (self.rank, *self.ranks.values()) if not _is_rank(rank)]
@@ -175,16 +176,6 @@ class Lora:
                 f"dropout from 0 to below 1, names of projections, a bias of {', '.join(BIASES)}, and ids from 0",
                 problems=problems,
             )
-
-    @property
-    def wanted(self) -> tuple[str, ...]:
-        """The targets as a tuple; empty for the usual ones."""
-        return _listed(self.targets)
-
-    @property
-    def usual(self) -> tuple[str, ...]:
-        """The targets where none are named."""
-        return ("query", "value")
 
     def rank_of(self, *names: str) -> int:
         """Return the rank of a projection that has these names."""
@@ -219,6 +210,7 @@ class IA3:
 
     targets: str | Sequence[str] = ()
     inputs: str | Sequence[str] = ("feed_forward.down",)
+    usual_targets = ("key", "value", "feed_forward.down")
 
     def __post_init__(self) -> None:
         wrong = [
@@ -229,19 +221,9 @@ class IA3:
         if wrong:
             raise ConfigError(f"IA3: found {', '.join(wrong)}; expected names of projections", problems=wrong)
 
-    @property
-    def wanted(self) -> tuple[str, ...]:
-        """The targets as a tuple; empty for the usual ones."""
-        return _listed(self.targets)
-
-    @property
-    def usual(self) -> tuple[str, ...]:
-        """The targets where none are named."""
-        return ("key", "value", "feed_forward.down")
-
     def on_input(self, *names: str) -> bool:
         """Return whether the input of a projection with these names is scaled, rather than its output."""
-        return any(fits(wanted, name) for wanted in _listed(self.inputs) for name in names)
+        return any(fits(wanted, name) for wanted in listed(self.inputs) for name in names)
 
 
 @_with_words(PROMPT)
@@ -315,7 +297,8 @@ Settings = Lora | IA3 | Prompt | Prefix
 """Settings of an adapter."""
 
 
-def _listed(names: str | Sequence[str]) -> tuple[str, ...]:
+def listed(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return a name or several as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -394,10 +377,10 @@ def _from_flat(flat: Mapping[str, Any], rank: int | None) -> Settings:
         for name, value in flat.items()
         if name != "lora_kinds"
     }
-    if kind is IA3 and tuple(_listed(settings["targets"])) == ("usual",):
+    if kind is IA3 and tuple(listed(settings["targets"])) == ("usual",):
         settings = {}
     if kind is Lora:
-        kinds = _listed(flat.get("lora_kinds", ()))
+        kinds = listed(flat.get("lora_kinds", ()))
         settings |= {"rank": 8 if rank is None else rank, **dict.fromkeys(kinds, True)}
     return kind(**settings)
 
@@ -409,7 +392,7 @@ def flat_words(adapter: Settings | None) -> dict[str, Any]:
     for name, (kind, setting, _) in FLAT_WORDS.items():
         if kind == mapping.get("type") and setting in mapping:
             value = mapping.pop(setting)
-            found[name] = _listed(value) if setting == "targets" else value
+            found[name] = listed(value) if setting == "targets" else value
     if isinstance(adapter, Lora):
         found["lora_kinds"] = [name for name in ("rslora", "dora") if mapping.pop(name, False)]
     elif isinstance(adapter, IA3):

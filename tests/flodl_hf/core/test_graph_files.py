@@ -177,7 +177,7 @@ def test_what_is_not_the_file_never_stands_in_place(
     if there_before:
         model.save_pretrained(place / "out")
     before = {file.name: file.read_bytes() for file in (place / "out").glob("*")}
-    monkeypatch.setattr("flodl_hf.export.graph_file._same", lambda one, other: False)
+    monkeypatch.setattr("flodl_hf.export.graph_file.same_bits", lambda one, other: False)
     with pytest.raises(ExportError, match="Nothing was written"):
         export_graph_file(place / "run.fdl", place / "out", like=place / "like", overwrite=True)
     assert (place / "out").exists() == there_before
