@@ -1,8 +1,8 @@
 """Graphs of modules: written as a chain, run as straight-line Python."""
 
+from flodl.graph.control import TraceEmit, forward_via_step
 from flodl.graph.flow import FlowBuilder
 from flodl.graph.graph import Graph
-from flodl.graph.loops import TraceEmit, forward_via_step
 from flodl.graph.picture import Heat, dot, svg
 from flodl.graph.routers import (
     ArgmaxSelector,

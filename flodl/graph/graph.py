@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from flodl.errors import GraphError, GraphPathError
 from flodl.graph import tree
+from flodl.graph.control import read_traces
 from flodl.graph.core import GraphCore, nearest_graphs
-from flodl.graph.loops import read_traces
 from flodl.graph.nodes import offered
 from flodl.graph.picture import Heat
 from flodl.graph.source import compile_forward, forward_source

@@ -272,9 +272,7 @@ def _plan_of_children(module: nn.Module) -> Plan:
     for i, (name, child) in enumerate(children_of(module)):
         kind = type(child).__name__.lower()
         inputs = (i - 1,) if i else ()
-        nodes.append(
-            Node(i, kind, kind, name, inputs, tags=(name,), level=i if in_rows else 0, role="module" if name else kind)
-        )
+        nodes.append(Node(i, kind, kind, name, inputs, tags=(name,), level=i if in_rows else 0))
     return Plan(tuple(nodes), tuple(range(len(nodes))), (), len(nodes) - 1)
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from torch import nn
 
 from flodl.errors import nearest
-from flodl.graph.control import Gate, MapRows, MapSlices, MapWhole, Switch
-from flodl.graph.loops import ForLoop, UntilLoop, WhileLoop
+from flodl.graph.control import ForLoop, Gate, MapRows, MapSlices, MapWhole, Switch, UntilLoop, WhileLoop
 from flodl.graph.nodes import Fault, Function, Input, Node, Plan, Reference, VerbCall
 
 _ENDINGS = {"loop_body": ("for_n", "while_cond", "until_cond"), "map": ("each", "over", "slices")}
@@ -43,13 +42,11 @@ class Draft:
         self.internal: dict[str, int] = {}
         self.label: str | None = None
         self.faults: list[Fault] = []
-        self._counter = 0
         self._current: list[int] = []
         self._targets: list[int] = []
         self._pending_fork: int | None = None
         self._open: VerbCall | None = None
         self._awaited: dict[str, VerbCall] = {}
-        self._names: dict[int, str] = {}
         # Inputs exist from the start of a call, so a reference may come before their declaration.
         self._later_inputs = {
             name for step in steps if step.verb == "input" for name in step.args["names"] if isinstance(name, str)
@@ -58,7 +55,7 @@ class Draft:
         if not isinstance(entry, str) or not entry.isidentifier():
             self._fault(f"the entry is called {entry!r}, expected a valid argument name")
             entry = "input"
-        self._append("entry", entry)
+        self._node("entry", []).id = entry
         self.inputs.append(Input(entry, 0))
         for step in steps:
             self._step = step
@@ -93,8 +90,7 @@ class Draft:
             self._report_open()
         for node in self.nodes:
             if node.index in self.modules:
-                node.name = self._names.get(node.index) or (node.tags[0] if node.tags else node.id)
-                node.role = "module"
+                node.name = node.name or (node.tags[0] if node.tags else node.id)
             # References to inputs that were declared later get their node now.
             node.references = tuple(
                 Reference(r.keyword, r.tag, self.tags.get(r.tag, 0)) if r.source < 0 else r for r in node.references
@@ -191,7 +187,7 @@ class Draft:
             if name in ("outputs", "self") or name in [declared.name for declared in self.inputs]:
                 self._fault(f"the name {name!r} is taken already. Choose another")
                 continue
-            node = self._node("input", [], id_=f"input_{name}")
+            node = self._node("input", [], prefix=f"input_{name}")
             if self._name(name, node.index):
                 self.inputs.append(Input(name, node.index, required, default))
 
@@ -226,7 +222,7 @@ class Draft:
         count = self._at_least_one(count, "iterations")
         if kind is not ForLoop:
             condition = self._checked(condition, "condition")
-        self._single(self._node("loop", self._stream(), module=kind(body, count, condition), name=name))
+        self._single(self._module_node(kind(body, count, condition), self._stream(), name, "loop"))
 
     _for_n = _while_cond = _until_cond = _loop
 
@@ -237,7 +233,7 @@ class Draft:
             self._fault(f"found {len(modules)} {several}, expected at least two")
         members = [self._checked(module, f"{one} {i}") for i, module in enumerate(modules)]
         module = kind(self._checked(router, "router"), members)
-        self._single(self._node(verb, self._stream(), module=module, name=name))
+        self._single(self._module_node(module, self._stream(), name, verb))
 
     _gate = _switch = _routed
 
@@ -258,7 +254,7 @@ class Draft:
 
     def _mapped(self, kind: Any, stream: list[int]) -> None:
         body, name = self._closed()
-        self._single(self._node("map", stream, module=kind(body), name=name))
+        self._single(self._module_node(kind(body), stream, name, "map"))
 
     def _label(self, label: str) -> None:
         if isinstance(label, str) and label:
@@ -277,33 +273,19 @@ class Draft:
         step = step or self._step
         self.faults.append(Fault(step.position, step.verb.rstrip("_"), node.id if node else "", problem))
 
-    def _append(self, kind: str, id_: str, **fields: Any) -> Node:
-        step = self._step
-        node = Node(len(self.nodes), id_, kind, position=step.position, verb=step.verb.rstrip("_"), role=kind, **fields)
+    def _node(self, kind: str, inputs: Sequence[int], *, prefix: str = "", mode: str = "") -> Node:
+        step, index = self._step, len(self.nodes)
+        node = Node(index, f"{prefix or kind}_{index}", kind, inputs=tuple(inputs), mode=mode)
+        node.position, node.verb = step.position, step.verb.rstrip("_")
         self.nodes.append(node)
         return node
 
-    def _node(
-        self,
-        kind: str,
-        inputs: list[int],
-        *,
-        id_: str | None = None,
-        mode: str = "",
-        module: nn.Module | None = None,
-        name: str | None = None,
-    ) -> Node:
-        self._counter += 1
-        node = self._append(kind, f"{id_ or kind}_{self._counter}", inputs=tuple(inputs), mode=mode)
-        if module is not None:
-            self.modules[node.index] = module
-            if name is not None:
-                self._names[node.index] = name
+    def _module_node(self, module: Any, inputs: list[int], name: str | None, kind: str = "") -> Node:
+        module = self._checked(module, "module")
+        node = self._node(kind or _kind_of(module), inputs)
+        node.name = name or ""
+        self.modules[node.index] = module
         return node
-
-    def _module_node(self, module: Any, inputs: list[int], name: str | None) -> Node:
-        checked = self._checked(module, "module")
-        return self._node(_kind_of(checked), inputs, module=checked, name=name)
 
     def _checked(self, module: Any, role: str) -> nn.Module:
         if isinstance(module, nn.Module):
@@ -361,7 +343,7 @@ class Draft:
         if tag in self._later_inputs:
             return -1
         self._awaited.setdefault(tag, self._step)
-        return self._node("state_read", [], id_=f"state_read_{tag}", mode=tag).index
+        return self._node("state_read", [], prefix=f"state_read_{tag}", mode=tag).index
 
     def _closed(self) -> tuple[nn.Module, str | None]:
         """Close the open loop or map and return its body and name."""
