@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +73,25 @@ class BatchSource(Protocol):
 
 
 @dataclass(frozen=True)
-class FixedBatches:
+class _OrderedBatches:
+    """Base of sources that cut the order of a sampler."""
+
+    sampler: Sampler
+    kind: ClassVar[str]
+
+    def identity(self) -> dict[str, Any]:
+        """Return the JSON values that define the batches, the lengths as a hash."""
+        sampler = getattr(self.sampler, "identity", None)
+        own = {part.name: getattr(self, part.name) for part in fields(self)[1:]}
+        if "seed" in own:
+            own["batch_seed"] = own.pop("seed")
+            own["lengths"] = digest(np.asarray(own.pop("lengths"), dtype=np.int64))
+        known = {"sampler": type(self.sampler).__name__, "rows": len(self.sampler)} if sampler is None else sampler()
+        return {**known, "batches": self.kind, **own}
+
+
+@dataclass(frozen=True)
+class FixedBatches(_OrderedBatches):
     """Batches with a fixed number of rows, in the sampler's order.
 
     Args:
@@ -82,9 +100,9 @@ class FixedBatches:
         drop_last: leave out the incomplete last batch.
     """
 
-    sampler: Sampler
     batch_size: int
     drop_last: bool = False
+    kind = "fixed"
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the batches of ``epoch``."""
@@ -96,18 +114,9 @@ class FixedBatches:
             return EpochPlan(order[:whole], ends)
         return EpochPlan(order, np.append(ends, order.size))
 
-    def identity(self) -> dict[str, Any]:
-        """Return the JSON values that define the batches."""
-        return {
-            **_identity(self.sampler),
-            "batches": "fixed",
-            "batch_size": self.batch_size,
-            "drop_last": self.drop_last,
-        }
-
 
 @dataclass(frozen=True)
-class LengthGroupedBatches:
+class LengthGroupedBatches(_OrderedBatches):
     """Batches of rows of similar length in random order, for little padding.
 
     The order is cut into windows. Rows of a window are sorted by length and cut into batches. Then all batches of the
@@ -123,12 +132,12 @@ class LengthGroupedBatches:
         drop_last: leave out the incomplete batch.
     """
 
-    sampler: Sampler
     lengths: NDArray[Any] = field(repr=False)
     batch_size: int
     window: int = 50
     seed: int = 42
     drop_last: bool = False
+    kind = "length-grouped"
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the batches of ``epoch``."""
@@ -146,21 +155,9 @@ class LengthGroupedBatches:
             batches.append(order[whole:])
         return EpochPlan.of(batches).shuffled(Rng(self.seed, "batches", epoch))
 
-    def identity(self) -> dict[str, Any]:
-        """Return the JSON values that define the batches, the lengths as a hash."""
-        return {
-            **_identity(self.sampler),
-            "batches": "length-grouped",
-            "batch_size": self.batch_size,
-            "window": self.window,
-            "batch_seed": self.seed,
-            "drop_last": self.drop_last,
-            "lengths": digest(np.asarray(self.lengths, dtype=np.int64)),
-        }
-
 
 @dataclass(frozen=True)
-class TokenBudgetBatches:
+class TokenBudgetBatches(_OrderedBatches):
     """Batches with at most ``budget`` tokens, in random order, for equal work with short and with long rows.
 
     A padded batch costs its rows times its longest row, a packed batch the sum of its rows. Only a single row that is
@@ -179,7 +176,6 @@ class TokenBudgetBatches:
         seed: determines the order of the batches.
     """
 
-    sampler: Sampler
     lengths: NDArray[Any] = field(repr=False)
     budget: int
     layout: Layout = "padded"
@@ -187,6 +183,7 @@ class TokenBudgetBatches:
     max_rows: int | None = None
     multiple_of: int = 1
     seed: int = 42
+    kind = "token-budget"
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the batches of ``epoch``. Their number may differ between epochs."""
@@ -213,20 +210,6 @@ class TokenBudgetBatches:
             remaining = filled.pop() if start + self.window < order.size else []
             batches += filled
         return EpochPlan.of(batches).shuffled(Rng(self.seed, "batches", epoch))
-
-    def identity(self) -> dict[str, Any]:
-        """Return the JSON values that define the batches, the lengths as a hash."""
-        return {
-            **_identity(self.sampler),
-            "batches": "token-budget",
-            "budget": self.budget,
-            "layout": self.layout,
-            "window": self.window,
-            "max_rows": self.max_rows,
-            "multiple_of": self.multiple_of,
-            "batch_seed": self.seed,
-            "lengths": digest(np.asarray(self.lengths, dtype=np.int64)),
-        }
 
 
 def _fill_padded(rows: list[int], costs: list[int], budget: int, limit: int) -> list[list[int]]:
@@ -288,11 +271,6 @@ def source_of_rows(
     if sampler is None:
         sampler = RandomSampler(num_rows, seed) if shuffle else SequentialSampler(num_rows)
     return FixedBatches(sampler, int(batch_size), drop_last)
-
-
-def _identity(sampler: Sampler) -> dict[str, Any]:
-    own = getattr(sampler, "identity", None)
-    return own() if own is not None else {"sampler": type(sampler).__name__, "rows": len(sampler)}
 
 
 def _order(sampler: Sampler, epoch: int) -> Indices:
