@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,6 @@ from flodl.data.batch import Batch
 from flodl.data.batches import BatchSource, EpochPlan, source_of_rows
 from flodl.data.collate import Transform, Where, collate_rows
 from flodl.data.datasets import BatchDataset, Collate, RowSource, TensorRows, as_batches
-from flodl.data.memory import bytes_left, clamp_usage, device_room, prefetch_depth
 from flodl.data.samplers import Sampler
 from flodl.data.stream import Placement, Stream
 from flodl.errors import DataError, capped
@@ -22,6 +22,18 @@ from flodl.errors import DataError, capped
 Mode = Literal["auto", "resident", "streaming"]
 GATHER_ROWS = 1024
 """Rows in one read when a data set becomes resident."""
+
+FIRST_DEPTH = 4
+"""Batches to prefetch for a CUDA device before the size of a batch is known."""
+
+HOST_DEPTH = 2
+"""Batches to prefetch if batches stay on the host: one in use and one ready keep the worker busy."""
+
+MAX_DEPTH = 64
+"""More batches than this hide no latency and use page-locked memory."""
+
+RESERVE_BYTES = 256 << 20
+"""Bytes left free for the fragments of the allocator and the workspaces of libraries."""
 
 
 class DataLoader:
@@ -82,13 +94,11 @@ class DataLoader:
         self.batch_size = batch_size
         self.seed = int(seed)
         self.device = _full_device(device)
-        self.vram_max_usage = clamp_usage(vram_max_usage)
+        self.vram_max_usage = min(max(float(vram_max_usage), 0.50), 0.99)
         self._mode: Mode = mode
         self._prefetch = prefetch
         self._transform = transform
         self.placement = Placement(self.device)
-        self._resident: TensorRows | None = None
-        self._decided = False
         self._batch_bytes: int | None = None
         self._plan: tuple[int, EpochPlan] | None = None
         self._epoch = 0
@@ -109,7 +119,6 @@ class DataLoader:
         """
         start = self._taken if self._resuming and epoch == self._epoch else 0
         self._resuming = False
-        self._decide_mode()
         return EpochIterator(self, epoch, start)
 
     def __len__(self) -> int:
@@ -179,7 +188,6 @@ class DataLoader:
     @property
     def is_resident(self) -> bool:
         """Whether the whole data set is on the device. The first access, or the first epoch, places the data."""
-        self._decide_mode()
         return self._resident is not None
 
     @property
@@ -187,38 +195,37 @@ class DataLoader:
         """Number of batches that the next epoch prefetches."""
         if self._prefetch is not None:
             return max(0, self._prefetch)
-        return prefetch_depth(self._batch_bytes, device_room(self.device), self.vram_max_usage)
+        room = _bytes_left(self.device, self.vram_max_usage)
+        if room is None:
+            return HOST_DEPTH
+        if not self._batch_bytes:
+            return FIRST_DEPTH
+        return int(min(max((room - RESERVE_BYTES) // self._batch_bytes, 1), MAX_DEPTH))
 
-    def _decide_mode(self) -> None:
-        if self._decided:
-            return
-        self._decided = True
-        if self._mode == "streaming" or (
-            self._mode == "auto" and not (isinstance(self.data, TensorRows) and self._fits(self.data))
-        ):
-            return
+    @cached_property
+    def _resident(self) -> TensorRows | None:
+        """All rows on the device; None in streaming mode."""
+        rows = self.data if isinstance(self.data, TensorRows) else None
+        if self._mode == "streaming" or (self._mode == "auto" and not (rows is not None and self._fits(rows))):
+            return None
         try:
-            rows = self.data if isinstance(self.data, TensorRows) else self._gathered()
-            self._resident = self._place(rows)
+            return (self._gathered() if rows is None else rows).on(self.device)
         except torch.OutOfMemoryError as error:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._resident = None
             warnings.warn(
                 f"loader: the data set does not fit on {self.device} ({str(error).splitlines()[0]}); "
                 "streaming instead, with the same order and position",
-                stacklevel=3,
+                stacklevel=4,
             )
+            return None
 
     def _fits(self, rows: TensorRows) -> bool:
-        room = device_room(self.device)
+        room = _bytes_left(self.device, self.vram_max_usage)
         if room is None:
             # On the host nothing is copied. Other devices do not report their memory, so their batches are streamed.
             return self.device.type == "cpu"
-        return rows.num_bytes() < bytes_left(room, self.vram_max_usage)
-
-    def _place(self, rows: TensorRows) -> TensorRows:
-        return rows.on(self.device)
+        return rows.num_bytes() < room
 
     def _gathered(self) -> TensorRows:
         """Return all rows as tensors."""
@@ -260,7 +267,6 @@ class DataLoader:
             epoch: the epoch that a transform receives.
             number: the number of the batch that a transform receives.
         """
-        self._decide_mode()
         return self._make(indices, epoch, number)
 
     def _make(self, indices: NDArray[np.int64], epoch: int, number: int) -> Batch:
@@ -349,6 +355,14 @@ class EpochIterator:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _bytes_left(device: torch.device, usage: float) -> float | None:
+    """Return the bytes until a CUDA device is filled to this share; None for other devices."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total * usage - (total - free)
 
 
 def _full_device(device: torch.device | str) -> torch.device:

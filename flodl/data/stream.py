@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from flodl.data.batch import Batch
-from flodl.data.piece import lay_out
+from flodl.data.batch import Batch, lay_out
 
 CLOSE_S = 5.0
 """How long `Stream.close` and the end of the program wait for a batch that is being made."""

@@ -26,9 +26,8 @@ from flodl.data import (
     TensorRows,
     TokenBudgetBatches,
 )
+from flodl.data.batch import lay_out
 from flodl.data.collate import collate_rows
-from flodl.data.memory import bytes_left, clamp_usage, prefetch_depth
-from flodl.data.piece import lay_out
 from flodl.data.stream import Placement
 from flodl.errors import DataError
 
@@ -90,11 +89,11 @@ def test_rows_that_cannot_be_resident_are_refused_with_the_way_out():
 
 
 def test_running_out_of_memory_falls_back_to_streaming_with_order_and_position(monkeypatch):
-    def full(self, rows):
+    def full(self, device):
         raise torch.OutOfMemoryError("out of memory: 2 GiB asked")
 
     expected = ids(DataLoader(tensors(), batches=FixedBatches(RandomSampler(ROWS, 9), 4)).epoch(3))
-    monkeypatch.setattr(DataLoader, "_place", full)
+    monkeypatch.setattr(TensorRows, "on", full)
     loader = DataLoader(tensors(), batches=FixedBatches(RandomSampler(ROWS, 9), 4))
     move(loader, 3, 2)
     with pytest.warns(UserWarning, match="2 GiB asked.*streaming"):
@@ -486,16 +485,19 @@ def test_texts_stay_lists_and_numbers_become_tensors():
 # ----------------------------------------------------------------------------------------------- memory
 
 
-def test_room_and_depth_follow_the_free_memory():
-    gib = 1 << 30
-    card = (8 * gib, 10 * gib)
-    assert bytes_left(card, 0.9) == 7 * gib
-    assert prefetch_depth(None, None, 0.9) == 2
-    assert prefetch_depth(None, card, 0.9) == 4
-    assert prefetch_depth(gib, card, 0.9) == 6
-    assert prefetch_depth(1, card, 0.9) == 64
-    assert prefetch_depth(gib, (0, 10 * gib), 0.9) == 1
-    assert (clamp_usage(0.1), clamp_usage(0.7), clamp_usage(2)) == (0.5, 0.7, 0.99)
+def test_room_and_depth_follow_the_free_memory(monkeypatch):
+    gib, free = 1 << 30, {"bytes": 8 << 30}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 10 * gib))
+    loader = DataLoader(tensors(), 5, mode="streaming")
+    loader.device = torch.device("cuda", 0)
+    depths = []
+    for loader._batch_bytes in (None, gib, 1):
+        depths.append(loader.prefetch)
+    assert depths == [4, 6, 64]
+    loader._batch_bytes, free["bytes"] = gib, 0
+    assert loader.prefetch == 1
+    usages = [DataLoader(tensors(), 5, vram_max_usage=usage).vram_max_usage for usage in (0.1, 0.7, 2)]
+    assert usages == [0.5, 0.7, 0.99]
     assert DataLoader(tensors(), 5, mode="streaming").prefetch == 2
     assert DataLoader(tensors(), 5, mode="streaming", prefetch=5).prefetch == 5
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters as dynamo_counters
 from torch.nn.functional import cross_entropy, mse_loss
 
 from flodl.data import Batch, DataLoader, TensorRows
-from flodl.data.piece import lay_out
+from flodl.data.batch import lay_out
 from flodl.errors import TrainError
 from flodl.train import Callback, Loss, RunDone, StepDone, Trainer, Warned, adamw, sgd
 from flodl.train.events import Recorded
