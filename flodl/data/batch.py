@@ -5,7 +5,7 @@ All tensors of a batch can be in one block of memory, which one copy moves to a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,11 +134,7 @@ class Batch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Return this batch with its tensors on ``device``."""
-        moved = {
-            n: p.to(device, non_blocking=non_blocking) if isinstance(p, torch.Tensor) else p
-            for n, p in self._parts.items()
-        }
-        return Batch(moved, self.num_rows, self.indices)
+        return self._changed(lambda part: part.to(device, non_blocking=non_blocking))
 
     def over(self, piece: Piece) -> Batch:
         """Return this batch with the tensors of ``piece`` instead of its tensors."""
@@ -146,11 +142,11 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """Return this batch with its host tensors in page-locked memory."""
-        pinned = {
-            n: p.pin_memory() if isinstance(p, torch.Tensor) and p.device.type == "cpu" else p
-            for n, p in self._parts.items()
-        }
-        return Batch(pinned, self.num_rows, self.indices)
+        return self._changed(lambda part: part.pin_memory() if part.device.type == "cpu" else part)
+
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        changed = {n: change(p) for n, p in self._parts.items() if isinstance(p, torch.Tensor)}
+        return Batch({**self._parts, **changed}, self.num_rows, self.indices)
 
     def num_bytes(self) -> int:
         """Return the size of all tensors in bytes."""

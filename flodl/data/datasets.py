@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -123,22 +123,16 @@ class RowSource:
         return self.collate(rows, where)
 
 
-@dataclass(frozen=True)
-class _RowsOnly:
-    """Adapter for a collate function that accepts only the rows, as torch's loaders call it."""
-
-    call: Callable[[Sequence[Any]], Mapping[str, Any]]
-
-    def __call__(self, rows: Sequence[Any], where: Where) -> Mapping[str, Any]:
-        return self.call(rows)
+def _collate_rows_only(collate: Callable[..., Mapping[str, Any]], rows: Any, where: Where) -> Mapping[str, Any]:
+    return collate(rows)
 
 
 def _with_address(collate: Callable[..., Mapping[str, Any]]) -> Collate:
-    """Return a collate function that accepts rows and their address."""
+    """Return a collate function of rows and their address; torch's loaders call it with the rows only."""
     try:
         inspect.signature(collate).bind(None, None)
     except TypeError:
-        return _RowsOnly(collate)
+        return partial(_collate_rows_only, collate)
     except ValueError:  # A function written in C has no signature.
         pass
     return collate

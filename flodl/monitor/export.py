@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flodl.errors import GraphError
-from flodl.monitor.archive import archive_page
 from flodl.monitor.console import console_line
 from flodl.monitor.record import RunRecord
 from flodl.monitor.store import RunStore
@@ -64,7 +63,7 @@ def page_of_rows(rows: Iterable[Mapping[str, Any]], title: str) -> str:
         finite = {name: value if math.isfinite(value) else None for name, value in row.items() if name != "epoch"}
         points = {f"train/{name}": [[epoch, epoch, 0.0, value]] for name, value in finite.items()}
         record.fold({"p": points, "state": {"status": "finished"}})
-    return archive_page(store.to_json(), title)
+    return store.page(title)
 
 
 def log_of_rows(rows: Iterable[Mapping[str, Any]], total: int, times_s: Sequence[float]) -> str:

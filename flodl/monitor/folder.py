@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import CheckpointError, TrainError, printable
-from flodl.monitor.archive import archive_page
 from flodl.monitor.journal import JournalReader
 from flodl.monitor.record import RunRecord
 from flodl.monitor.server import PageServer
@@ -85,7 +84,7 @@ class RunFolder:
 
     def page(self) -> str:
         """Return all runs as one file that opens offline."""
-        return archive_page(self.store.to_json(), str(self.folder))
+        return self.store.page(str(self.folder))
 
     def serve(self, port: int | None = None) -> str:
         """Serve the page on this machine, which `wait` keeps up to date; see `flodl.monitor.Monitor.serve`."""

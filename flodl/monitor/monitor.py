@@ -21,7 +21,6 @@ from torch import nn
 from flodl.errors import TrainError
 from flodl.files import write_atomically
 from flodl.monitor.architecture import facts_of, picture_of, tree_of
-from flodl.monitor.archive import archive_page
 from flodl.monitor.console import console_line, duration_text, metric_text
 from flodl.monitor.export import csv_of_record, csv_of_rows
 from flodl.monitor.live import LiveRun
@@ -212,7 +211,7 @@ class Monitor:
     def page(self) -> str:
         """Return the page as one file, up to date."""
         self._flush()
-        return archive_page(self.store.to_json(), self.name)
+        return self.store.page(self.name)
 
     def export_csv(self, path: str | PathLike[str]) -> None:
         """Write a table: one row for each epoch passed to `log`, otherwise one for each point of a curve.

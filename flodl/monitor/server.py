@@ -19,8 +19,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from flodl.errors import TrainError
-from flodl.monitor.archive import archive_page, asset, served_page
-from flodl.monitor.store import RunStore
+from flodl.monitor.store import RunStore, asset, served_page
 
 FIRST_PORT, NUM_PORTS = 6060, 20
 HOST = "127.0.0.1"
@@ -203,7 +202,7 @@ class PageServer(socketserver.ThreadingTCPServer):
             "/monitor.css": ("text/css; charset=utf-8", lambda: asset("monitor.css")),
             "/monitor.js": ("text/javascript; charset=utf-8", lambda: asset("monitor.js")),
             "/icon.svg": ("image/svg+xml", lambda: asset("icon.svg")),
-            "/archive.html": ("text/html; charset=utf-8", lambda: archive_page(store.to_json(), "flodl")),
+            "/archive.html": ("text/html; charset=utf-8", lambda: store.page("flodl")),
             "/api/runs": ("application/json", store.to_json),
             **(routes or {}),
         }

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from flodl.files import write_atomically
-from flodl.monitor.archive import archive_page
 from flodl.monitor.export import csv_text
 from flodl.monitor.lanes import MAX_BINS, Lanes
 from flodl.monitor.record import RunRecord, as_text
@@ -158,7 +157,7 @@ class Timeline:
             t = max(0.0, sample["at_ms"] / 1e3)
             record.fold({"p": {name: [[0, 0, t, sample[name]]] for name in sample.keys() - {"rank", "at_ms"}}})
         record.fold({"t": total_s, "state": {"status": "finished"}})
-        return archive_page(store.to_json(), "Timeline")
+        return store.page("Timeline")
 
 
 def lane_spans(span: Span, after_s: float = -math.inf) -> list[tuple[str, float, float]]:
