@@ -1,11 +1,10 @@
 """Data: rows into batches, batches onto a device, and a position that can be restored."""
 
 from flodl.data.batch import Batch
-from flodl.data.batches import FixedBatches, LengthGroupedBatches, TokenBudgetBatches
+from flodl.data.batches import FixedBatches, LengthGroupedBatches, RandomSampler, SequentialSampler, TokenBudgetBatches
 from flodl.data.collate import CollateTokens, Where
 from flodl.data.datasets import TensorRows
 from flodl.data.loader import DataLoader
-from flodl.data.samplers import RandomSampler, SequentialSampler
 
 __all__ = [
     "Batch",

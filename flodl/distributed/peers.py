@@ -82,15 +82,13 @@ class LocalPeers:
 
     def ended(self, after_s: float) -> dict[int, str]:
         """Return the ranks whose process ended this long ago before its work was done, and their last phase."""
-        now, dead = time.monotonic(), self.dead()
-        for rank in dead:
-            self._known[rank].gone_since = self._known[rank].gone_since or now
-        return {rank: why for rank, why in dead.items() if self._was_lost(self._known[rank], now - after_s)}
-
-    @staticmethod
-    def _was_lost(peer: _Peer, until: float) -> bool:
-        done = peer.board is not None and peer.board.phase(peer.rank) == "done"
-        return not done and peer.gone_since is not None and peer.gone_since <= until
+        now, lost = time.monotonic(), {}
+        for rank, why in self.dead().items():
+            peer = self._known[rank]
+            peer.gone_since = peer.gone_since or now
+            if now - peer.gone_since >= after_s and (peer.board is None or peer.board.phase(rank) != "done"):
+                lost[rank] = why
+        return lost
 
     def frozen(self, after_s: float) -> dict[int, str]:
         """Return the ranks that the system has stopped for this long, and their phase."""

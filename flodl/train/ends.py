@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from flodl.distributed.sync import Sync
+from flodl.distributed.policy import Sync
 from flodl.errors import TrainError, TrainInterrupted
 from flodl.signals import stop_by
 from flodl.train.events import RunDone, RunFailed, RunStarted

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flodl.distributed.group import Ranks
 from flodl.errors import GraphError, GraphPathError, TrainError, nearest
 from flodl.graph.core import GraphCore
-from flodl.graph.stepping import GraphSteps
+from flodl.graph.graph import GraphSteps
 from flodl.graph.tree import Part, named_graphs, parameters_at, parts_at
 from flodl.monitor.collect import Collector, Pair, Reduce, current_collector, reduce_named, set_collector
 from flodl.monitor.conditions import Condition, RuleContext

@@ -22,9 +22,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from flodl.distributed.group import Ranks, is_first_rank, launched_world
 from flodl.distributed.local_steps import LocalSteps
-from flodl.distributed.policy import Choice, choose_policy, make_policy
+from flodl.distributed.policy import Choice, Sync, choose_policy, make_policy
 from flodl.distributed.rounds import Round
-from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
 from flodl.graph.graph import Graph
 from flodl.monitor.timeline import Timeline

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from flodl.background import BackgroundWorker
-from flodl.distributed.sync import Sync
+from flodl.distributed.policy import Sync
 from flodl.errors import CheckpointError, TrainError
 from flodl.files import make_folders, seal
 from flodl.system import lock, sync_folder

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flodl.distributed.sync import Sync
+from flodl.distributed.policy import Sync
 from flodl.errors import TrainError
 from flodl.train.settings import Settings
 from flodl.train.step.cuda_graphs import CudaCapturer

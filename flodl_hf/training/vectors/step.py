@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flodl.data import Where
-from flodl.data.batches import EpochPlan
+from flodl.data.batches import EpochPlan, digest
 from flodl.data.rng import Rng
-from flodl.data.samplers import digest
 from flodl.train import Loss
 from flodl_hf.inference.decode.pooling import finish_embeddings, pool_packed, pool_padded
 from flodl_hf.inference.hidden_states import watched

@@ -14,7 +14,7 @@ from torch import nn
 from flodl.errors import TrainError
 from flodl.graph import FlowBuilder
 from flodl.monitor import Monitor, look_at
-from flodl.monitor.console import console_line, duration_text
+from flodl.monitor.export import console_line, duration_text
 from flodl.train import EpochMetrics
 
 

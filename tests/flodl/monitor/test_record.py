@@ -15,7 +15,7 @@ from torch import nn
 from flodl.errors import GraphError, GraphPathError
 from flodl.graph import FlowBuilder
 from flodl.monitor.collect import Reduce
-from flodl.monitor.console import metric_text
+from flodl.monitor.export import metric_text
 from flodl.monitor.observer import Observer
 
 

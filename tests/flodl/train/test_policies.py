@@ -15,9 +15,8 @@ from flodl.distributed import RankError, launch
 from flodl.distributed import policy as policies
 from flodl.distributed.average import BufferMean, ParameterMean, check_equal
 from flodl.distributed.local_steps import LocalSteps
-from flodl.distributed.policy import make_policy
+from flodl.distributed.policy import Sync, make_policy
 from flodl.distributed.rounds import Knobs
-from flodl.distributed.sync import Sync
 from flodl.errors import TrainError
 from flodl.train import (
     Callback,
