@@ -12,6 +12,7 @@ import linecache
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -208,21 +209,16 @@ class _Writer:
         return found
 
     def _inlined(self, uses: dict[int, list[int]], captured: set[int]) -> set[int]:
-        """Return the module nodes that are written into the sum which alone reads them."""
-        plan = self.plan
-        running = [i for i in plan.order if plan.nodes[i].role not in _WITHOUT_STATEMENT]
-        inline: set[int] = set()
-        for place, index in enumerate(running):
-            if plan.nodes[index].role not in ("add", "merge"):
-                continue
-            # Operands are computed left to right, so walking back from the sum keeps the planned order.
-            for operand, before in zip(
-                reversed([self._source(i) for i in plan.nodes[index].inputs]), reversed(running[:place]), strict=False
-            ):
-                if before != operand or len(uses[operand]) != 1 or operand in captured or not plan.nodes[operand].name:
-                    break
-                inline.add(operand)
-        return inline
+        """Return the module nodes that are written as the last operand of the sum which alone reads them."""
+        nodes = self.plan.nodes
+        running = [index for index in self.plan.order if nodes[index].role not in _WITHOUT_STATEMENT]
+        # Operands are computed left to right, so the last one may be computed in the sum if it directly precedes.
+        return {
+            before
+            for before, index in pairwise(running)
+            if nodes[index].role in ("add", "merge") and self._source(nodes[index].inputs[-1]) == before
+            if nodes[before].name and len(uses[before]) == 1 and before not in captured
+        }
 
     def _fresh(self, wanted: str) -> str:
         name = re.sub(r"\W", "_", wanted)

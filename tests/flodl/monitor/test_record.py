@@ -226,10 +226,10 @@ def test_nothing_to_write_is_an_error_and_writes_nothing(tmp_path):
 
 
 def test_the_log_has_one_line_an_epoch(tmp_path, monkeypatch):
-    from flodl.monitor import history
+    from flodl.monitor import observer as module
 
     now = [0.0]
-    monkeypatch.setattr(history, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
     observer = scalar_graph(0.0).observe
     for loss in (0.5, 0.00012):
         observer.record_scalar("loss", loss)
