@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from flodl.errors import GraphError, GraphPathError
+from flodl.errors import GraphError
 from flodl.graph import tree
 from flodl.graph.control import read_traces
 from flodl.graph.core import GraphCore, nearest_graphs
@@ -464,11 +464,8 @@ def _value_at(graph: GraphCore, path: str) -> tuple[GraphCore, str]:
     """Return the graph that owns a value, and the name of the value there."""
     part = part_at(graph, path)
     if part.owner is None or part.owner.plan.value_of(part.segment) is None:
-        raise GraphPathError(
-            f"path {path!r}: {part.segment!r} is neither a tag nor a node of a graph, so it has no value",
-            path=path,
-            segment=part.segment,
-        )
+        problem = f"{part.segment!r} is neither a tag nor a node of a graph, so it has no value"
+        raise tree.path_fault(path, part.segment, problem)
     return part.owner, part.segment
 
 

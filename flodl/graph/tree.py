@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from torch import nn
 
@@ -53,6 +54,11 @@ class Part:
         return self.segment if self.kind is PathKind.TAG else None
 
 
+def path_fault(path: str, segment: str, problem: str, **details: Any) -> GraphPathError:
+    """Return the error for a segment of a path."""
+    return GraphPathError(f"path {path!r}: {problem}", path=path, segment=segment, **details)
+
+
 def parts_at(model: nn.Module, path: str) -> list[Part]:
     """Return the part at a path; several if it contains a range or names a tag group.
 
@@ -63,9 +69,7 @@ def parts_at(model: nn.Module, path: str) -> list[Part]:
         GraphPathError: it names nothing. The error has the failing segment, the known names and the whole path.
     """
     if not all(path.split(".")):
-        raise GraphPathError(
-            f"path {path!r}: found an empty segment. Join names by single dots.", path=path, segment=""
-        )
+        raise path_fault(path, "", "found an empty segment. Join names by single dots.")
     fault: GraphPathError | None = None
     for prefix, start in _starts(model, path):
         found = [Part("", PathKind.MODULE if graph_of(start) is None else PathKind.SUBGRAPH, None, "", start)]
@@ -112,12 +116,9 @@ def module_at(part: Part) -> nn.Module:
         GraphPathError: the part is a value that is not the output of one module, such as a sum.
     """
     if part.module is None:
-        raise GraphPathError(
-            f"path {part.path!r}: the tag names a value that is not the output of one module. "
-            "Name the module, as in also(module, name=...), and use that.",
-            path=part.path,
-            segment=part.segment,
-        )
+        problem = "the tag names a value that is not the output of one module. "
+        problem += "Name the module, as in also(module, name=...), and use that."
+        raise path_fault(part.path, part.segment, problem)
     return part.module
 
 
@@ -129,7 +130,7 @@ def parameters_at(model: nn.Module, path: str) -> dict[str, nn.Parameter]:
     """
     wanted = {id(p) for part in parts_at(model, path) if part.module is not None for p in part.module.parameters()}
     if not wanted:
-        raise GraphPathError(f"path {path!r}: found no parameters. Name a trainable part.", path=path, segment=path)
+        raise path_fault(path, path, "found no parameters. Name a trainable part.")
     return {name: p for name, p in model.named_parameters() if id(p) in wanted}
 
 
@@ -171,11 +172,7 @@ def _starts(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 def _descend(at: Part, segment: str, path: str, depth: int) -> list[Part]:
     here = f"{at.path}.{segment}" if at.path else segment
     if at.module is None:
-        raise GraphPathError(
-            f"path {path!r}: {at.segment!r} is a value without a module, so it has no {segment!r}",
-            path=path,
-            segment=segment,
-        )
+        raise path_fault(path, segment, f"{at.segment!r} is a value without a module, so it has no {segment!r}")
     graph = graph_of(at.module)
     if graph is None:
         children = dict(at.module.named_children())
@@ -187,11 +184,7 @@ def _descend(at: Part, segment: str, path: str, depth: int) -> list[Part]:
     if segment in labels:
         return [Part(here, PathKind.SUBGRAPH, graph, segment, labels[segment])]
     if depth > 0 and segment in plan.internal:
-        raise GraphPathError(
-            f"path {path!r}: {segment!r} is internal to {_describe(at, graph)}. Use that graph itself.",
-            path=path,
-            segment=segment,
-        )
+        raise path_fault(path, segment, f"{segment!r} is internal to {_describe(at, graph)}. Use that graph itself.")
     if segment in plan.tags:
         name = plan.nodes[plan.tags[segment]].name
         return [Part(here, PathKind.TAG, graph, segment, graph._modules[name] if name else None)]
@@ -217,13 +210,8 @@ def _range(at: Part, segment: str, path: str, known: list[str]) -> list[Part]:
         return [part for number in numbers for part in _descend(at, str(number), path, 1)]
     assert at.module is not None
     listed = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
-    raise GraphPathError(
-        f"path {path!r}: {_describe(at, graph_of(at.module))} has no {segment!r}{nearest(segment, known)}; "
-        f"expected one of {listed or 'nothing'}",
-        path=path,
-        segment=segment,
-        candidates=known,
-    )
+    problem = f"{_describe(at, graph_of(at.module))} has no {segment!r}{nearest(segment, known)}"
+    raise path_fault(path, segment, f"{problem}; expected one of {listed or 'nothing'}", candidates=known)
 
 
 def _describe(at: Part, graph: GraphCore | None) -> str:
