@@ -26,8 +26,9 @@ from flodl.distributed.shares import ranges, split
 from flodl.errors import DataError, TrainError
 from flodl.nested import map_leaves
 from flodl.train.loss import batch_len, is_column
-from flodl.train.saving.state import load_random, random_state
+from flodl.train.saving.state import random_kept
 
+HOST = torch.device("cpu")
 # The original seed, and the one set here, of each generator that was seeded here.
 _SEEDS: WeakKeyDictionary[torch.Generator, tuple[int, int]] = WeakKeyDictionary()
 
@@ -71,16 +72,14 @@ class RowFeed:
         rows = {"rows": self.loader.num_rows, "data_seed": self.loader.seed, "accumulate": self.accumulate}
         return {**rows, **{f"order.{k}": v for k, v in self.loader.batches.identity().items()}}
 
-    def _micro(self, epoch: int, turn: int, share: Share | None) -> Iterator[tuple[int, np.ndarray]]:
-        plan = self.loader.plan(epoch)
-        for number in range(turn * self.accumulate, min((turn + 1) * self.accumulate, len(plan))):
-            for first, last in _pieces(len(plan[number]), self.micro_batch_size, share):
-                yield number, plan[number][first:last]
-
     def work(self, epoch: int, turns: Iterable[int], share: Share | None) -> Iterator[tuple[int, list[Any]]]:
         """Yield ``(turn, micro-batches)``; a loader that streams to a device prepares batches ahead."""
-        loader = self.loader
-        plans = [(turn, list(self._micro(epoch, turn, share))) for turn in turns]
+        loader, plan = self.loader, self.loader.plan(epoch)
+        plans: list[tuple[int, list[tuple[int, np.ndarray]]]] = []
+        for turn in turns:
+            numbers = range(turn * self.accumulate, min((turn + 1) * self.accumulate, len(plan)))
+            cuts = [(n, plan[n], _pieces(len(plan[n]), self.micro_batch_size, share)) for n in numbers]
+            plans.append((turn, [(n, rows[first:last]) for n, rows, pieces in cuts for first, last in pieces]))
         resident = loader.is_resident
         # On a CPU working ahead saves no time, and data that draw from torch's global generator must draw in the order
         # of training, to resume with the same bits.
@@ -155,7 +154,7 @@ class StreamFeed:
             if turn in chosen:
                 yield turn, [to_device(part, self.device) for batch in batches for part in self._cut(batch, share)]
         if chosen and self._next == self.turns(epoch) and self._length is not None:
-            with random_kept():
+            with random_kept(HOST):
                 next(self._source, None)  # some loaders finish their work only at the end of the iteration
 
     def _read(self, turn: int, wanted: bool) -> list[Any]:
@@ -168,7 +167,7 @@ class StreamFeed:
         count = self.accumulate if length is None else min(self.accumulate, length - first)
         batches = self._some(count, wanted)
         if not batches and (length is None or not turn):
-            with random_kept():
+            with random_kept(HOST):
                 self._source = self._begun(self._pass)
                 batches = list(itertools.islice(self._source, 1))
             self._pass += 1
@@ -185,7 +184,7 @@ class StreamFeed:
 
     def _some(self, count: int, wanted: bool) -> list[Any]:
         """Return the next batches of this pass; skipped batches do not change random states."""
-        with contextlib.nullcontext() if wanted else random_kept():
+        with contextlib.nullcontext() if wanted else random_kept(HOST):
             return list(itertools.islice(self._source, count))
 
     def _begun(self, epoch: int) -> Iterator[Any]:
@@ -283,11 +282,8 @@ def as_feed(
         return RowFeed(data, device, **sizes)
     if check_data(data, batch_size=batch_size, batches=batches, max_steps=max_steps):
         return StreamFeed(data, device, max_steps=max_steps, seed=seed, **sizes)
-    options: dict[str, Any] = (
-        {"batches": batches}
-        if batches is not None
-        else {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
-    )
+    rows = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+    options: dict[str, Any] = rows if batches is None else {"batches": batches}
     return RowFeed(DataLoader(data, seed=seed, device=device, collate=collate, **options), device, **sizes)
 
 
@@ -344,17 +340,6 @@ def _is_row(item: Any) -> bool:
     single = [part for part in parts if isinstance(part, (str, float, int)) or getattr(part, "ndim", 1) == 0]
     # a number next to tensors may be their number of samples
     return any(not (isinstance(part, int) and part in sizes) for part in single)
-
-
-@contextlib.contextmanager
-def random_kept() -> Iterator[None]:
-    """Put the random numbers of this host back to where they were."""
-    host = torch.device("cpu")
-    tensors, rest = random_state(host)
-    try:
-        yield
-    finally:
-        load_random(host, tensors, rest)
 
 
 def decide_order(loader: Any, seed: int, epoch: int) -> None:

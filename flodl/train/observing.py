@@ -62,7 +62,7 @@ class Observing:
         self.acted: dict[int, int] = {}
         self.values: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
         self.epochs: list[dict[str, float]] = []
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: Any = None
         self._has_new_values = False
         self._looked_at = 0
         self.before = Tally().to_dict()
@@ -199,7 +199,6 @@ class Observing:
             parameter.requires_grad_(rule.action == "thaw")
             parameter.grad = None
         if rule.action == "rate":
-            assert self._optimizer is not None
             chosen = {id(p) for p in parameters}
             for group in self._optimizer.param_groups:
                 if group["params"] and all(id(p) in chosen for p in group["params"]):
@@ -316,7 +315,7 @@ class Watching:
             ways = [(tag, how) for tag in sorted(graph.watched) for how in reductions.get(tag) or [Reduce.MEAN]]
             if ways:
                 self._tags.append((graph, [(tag, prefix + _value_name(tag, how), how) for tag, how in ways]))
-        self.idle = None if self._tags or self._undo else Collector(self._owners)
+        self.idle: Any = None if self._tags or self._undo else Collector(self._owners)
 
     def signature(self) -> tuple[Any, ...]:
         """Return a value that differs if other values are watched; a captured step depends on it."""
@@ -354,7 +353,6 @@ class Watching:
 
     def take_idle(self) -> dict[str, Pair]:
         """Return names, sums and weights of values logged while nothing was watched."""
-        assert self.idle is not None
         collector, self.idle = self.idle, Collector(self._owners)
         return collector.pack()
 

@@ -187,14 +187,9 @@ class RunPlan:
 
     def _sizes(self) -> dict[str, Any]:
         """Return the settings that determine the batches of training data."""
-        settings, micro = self.settings, self.settings.micro_batch_size
-        return {
-            "batch_size": settings.batch_size,
-            "seed": settings.seed,
-            "accumulate": settings.accumulate,
-            "micro_batch_size": micro if isinstance(micro, int) else None,  # "auto" is found before the first step
-            "max_steps": settings.max_steps,
-        }
+        names, micro = ("batch_size", "seed", "accumulate", "max_steps"), self.settings.micro_batch_size
+        sizes = {name: getattr(self.settings, name) for name in names}
+        return {**sizes, "micro_batch_size": None if micro == "auto" else micro}  # found before the first step
 
     def _eval_sizes(self, data: Any) -> dict[str, Any]:
         """Return the settings that determine the batches of evaluation data."""

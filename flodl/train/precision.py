@@ -34,9 +34,7 @@ class Precision:
             raise TrainError(f"precision: found {name!r}, expected one of {', '.join(PRECISIONS)}.", found=name)
         self.name, self.device = name, device
         self.products = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-        self.scaler: torch.amp.GradScaler | None = None
-        if name == "fp16":
-            self.scaler = torch.amp.GradScaler(device.type)
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         if name == "tf32":
             torch.set_float32_matmul_precision("high")
 

@@ -76,10 +76,6 @@ class RankActivity(Callback):
                 self.timeline.add("sync", computed, now, wait_ms=0.0, **about)
         self._send()
 
-    def on_evaluate(self, trainer: Any, metrics: Any) -> None:
-        """Send now: the evaluation may have taken long."""
-        self._send()
-
     def on_epoch_end(self, trainer: Any, epoch: int) -> None:
         """Send the rest of the epoch."""
         self._send(at_once=True)
@@ -135,7 +131,7 @@ class RankActivity(Callback):
             name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
             self._sums, self._first = {}, math.inf
             if ranks.rank == 0:
-                self._emit(0, spans, name)
+                self._trainer.events.emit(RankWork(rank=0, of=0, spans=spans, device=name))
             elif ranks.pipe is not None:
                 ranks.pipe.send(("event", RankWork(rank=ranks.rank, of=ranks.rank, spans=spans, device=name)))
             elif ranks.store is not None:
@@ -147,10 +143,8 @@ class RankActivity(Callback):
                     spans, name = json.loads(ranks.store.get(key))
                     self._num_read[rank] += 1
                     ranks.store.delete_key(key)
-                    self._emit(rank, tuple(map(tuple, spans)), name)
-
-    def _emit(self, rank: int, spans: Any, device: str) -> None:
-        self._trainer.events.emit(RankWork(rank=0, of=rank, spans=spans, device=device))
+                    work = RankWork(rank=0, of=rank, spans=tuple(map(tuple, spans)), device=name)
+                    self._trainer.events.emit(work)
 
     def _key(self, rank: int, number: int) -> str:
         return f"work/{self._trainer.ranks.attempt}/{rank}/{number}"

@@ -236,7 +236,7 @@ class Trainer:
         plan = self.plan
         settings = replace(plan.settings, resume=True) if ranks.attempt else plan.settings
         self.settings, self.ranks = settings, ranks
-        self.train_step, self.metrics_fn = plan.train_step, Guarded(plan.metrics_fn, "metrics_fn")
+        self.metrics_fn = Guarded(plan.metrics_fn, "metrics_fn")
         seed_all(settings.seed)
         self.feed, evals = plan.feeds(ranks.device)
         self.events = Events(ranks.rank)
@@ -305,13 +305,11 @@ class Trainer:
 
     def train(self) -> None:
         """Run until the last epoch, or a reason to stop."""
-        assert self.train_step is not None
-        assert self.feed is not None
         with ends.running(self):
             ends.restore(self)
             ends.begin(self)
             step = self.step_  # another one if the policy of the checkpoint differs
-            step.train_step = without_history(self.train_step, self.graphs)
+            step.train_step = without_history(self.plan.train_step, self.graphs)
             if self.settings.micro_batch_size == "auto":
                 fit_micro_batch(self)
             choose_route(self)

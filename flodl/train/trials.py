@@ -26,7 +26,7 @@ from flodl.train.events import StepDone
 from flodl.train.feed import RowFeed, Share
 from flodl.train.loss import as_loss, batch_len
 from flodl.train.plan import RunPlan
-from flodl.train.saving.state import load_random, random_state
+from flodl.train.saving.state import random_kept
 
 # Settings of a run that writes nothing.
 ALONE: dict[str, Any] = {
@@ -205,8 +205,7 @@ def try_turn(trainer: Any, turn: int) -> tuple[int, bool]:
     model, step, device = trainer.model, trainer.step_, trainer.ranks.device
     largest, fits = 0, True
     with ExitStack() as stack:
-        tensors, rest = random_state(device)
-        stack.callback(load_random, device, tensors, rest)
+        stack.enter_context(random_kept(device))
         for buffer in model.buffers():
             stack.callback(buffer.copy_, buffer.clone())
         stack.callback(model.zero_grad, set_to_none=True)
@@ -222,7 +221,7 @@ def try_turn(trainer: Any, turn: int) -> tuple[int, bool]:
                 for batch in batches:
                     largest = max(largest, batch_len(batch))
                     with step.precision.context():
-                        loss = as_loss(trainer.train_step(model, batch), batch_len(batch))
+                        loss = as_loss(trainer.plan.train_step(model, batch), batch_len(batch))
                     loss.as_mean().backward()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

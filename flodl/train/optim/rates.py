@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from flodl.checked_fields import number
 from flodl.errors import TrainError
 from flodl.train.events import EpochMetrics
 
@@ -34,7 +35,7 @@ def make_schedule(given: Any, optimizer: torch.optim.Optimizer) -> Any:
     made, fault = given, None
     if not isinstance(given, LRScheduler) and not hasattr(given, "lr"):
         rate, fault = _call(given, 0)
-        if not _is_rate(rate):
+        if not number().fits(rate):
             made, error = _call(given, optimizer)
             fault = fault or error
     if isinstance(made, LRScheduler):
@@ -43,7 +44,7 @@ def make_schedule(given: Any, optimizer: torch.optim.Optimizer) -> Any:
         return made
     made = copy.deepcopy(made)  # a schedule with a state changes, and the caller may start another run with it
     rate, error = _call(getattr(made, "lr", made), 0)
-    if error is not None or not _is_rate(rate) or not 0 <= rate < float("inf"):
+    if error is not None or not number(least=0, below=float("inf")).fits(rate):
         fault = fault or error
         found = f"{type(fault).__name__}: {fault}" if fault is not None else f"the value {rate!r}"
         raise TrainError(f"schedule: found {found} in step 0 of {given!r}; expected {EXPECTED}.")
@@ -64,10 +65,6 @@ def _call(function: Any, argument: Any) -> tuple[Any, Exception | None]:
         return function(argument), None
     except Exception as error:
         return None, error
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Rates:
@@ -94,7 +91,7 @@ class Rates:
         self.schedule = make_schedule(schedule, optimizer)
         relative = getattr(self.schedule, "reference", None) == 1.0 or not hasattr(self.schedule, "lr")
         self._base = float(base) if base and relative else 1.0
-        self._rate_of: Callable[[int], float] | None = getattr(self.schedule, "lr", self.schedule)
+        self._rate_of: Any = getattr(self.schedule, "lr", self.schedule)
 
     def set(self, step: int) -> None:
         """Set the rates of the step with this number, counted from 0; a run without a schedule does not call this."""
@@ -105,7 +102,6 @@ class Rates:
                 while not isinstance(self.schedule, ReduceLROnPlateau) and self.schedule.last_epoch < step:
                     self.schedule.step()
             return
-        assert self._rate_of is not None
         rate = self._base * self._rate_of(step) * self.factor
         self._set = rate * self.optimizer.param_groups[0]["lr_scale"]
         for group in self.optimizer.param_groups:
@@ -155,12 +151,10 @@ class Rates:
             self._observe(known)
 
     def _observe(self, figures: Mapping[str, float]) -> None:
-        assert self.metric is not None
-        if self.metric not in figures:
-            raise TrainError(
-                f"schedule: found no figure {self.metric!r}; expected one of {', '.join(figures)}.", name=self.metric
-            )
-        value: Any = figures[self.metric]
+        name: Any = self.metric
+        if name not in figures:
+            raise TrainError(f"schedule: found no figure {name!r}; expected one of {', '.join(figures)}.", name=name)
+        value: Any = figures[name]
         if isinstance(self.schedule, ReduceLROnPlateau):
             self.schedule.step(value)
         else:

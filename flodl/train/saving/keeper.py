@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -282,7 +283,8 @@ class Keeper:
             manifest = {"format": FORMAT, "step": step, "world": ranks.world, "metrics": metrics, "files": listed}
             _write(stage / "manifest.json", [seal(manifest)])
             sync_folder(stage)
-            target = self._free_name(step)
+            names = (f"step-{step:08d}{f'.{number}' if number else ''}" for number in itertools.count())
+            target = next(path for name in names if not (path := self.folder / name).exists())
             os.rename(stage, target)
             sync_folder(self.folder)
             self._covered = begin
@@ -311,13 +313,6 @@ class Keeper:
             if time.monotonic() > until or self._dropped.is_set() or self._given_up.wait(0.01):
                 raise OSError(f"rank {rank} did not write its part")
         return json.loads(self.ranks.store.get(key))
-
-    def _free_name(self, step: int) -> Path:
-        name, number = self.folder / f"step-{step:08d}", 0
-        while name.exists():
-            number += 1
-            name = self.folder / f"step-{step:08d}.{number}"
-        return name
 
     def _prune(self) -> None:
         """Remove all checkpoints but the newest and the best."""

@@ -65,15 +65,10 @@ def read_checkpoint(path: Path, *, weights_only: bool = False) -> Checkpoint:
     Raises:
         CheckpointError: a file is missing, cut, changed or unreadable.
     """
-    opened = open_checkpoint(path)
-    tensors = {
-        stem: {
-            name: stored[...]
-            for name, stored in held.items()
-            if not weights_only or stem in ("model", "ema") or name.startswith(MODEL)
-        }
-        for stem, held in opened.tensors.items()
-    }
+    opened, tensors = open_checkpoint(path), {}
+    for stem, held in opened.tensors.items():
+        all_of_it = not weights_only or stem in ("model", "ema")
+        tensors[stem] = {name: stored[...] for name, stored in held.items() if all_of_it or name.startswith(MODEL)}
     return replace(opened, tensors=tensors)
 
 

@@ -9,6 +9,7 @@ one after the other on a separate stream, and copying, hashing and writing relea
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -249,6 +250,16 @@ def load_random(device: torch.device, tensors: Mapping[str, torch.Tensor], rest:
     np.random.set_state((kind, tensors["random.numpy"].numpy().astype(np.uint32), place, has_gauss, gauss))
     version, words, next_gauss = rest["python"]
     random.setstate((version, tuple(words), next_gauss))
+
+
+@contextlib.contextmanager
+def random_kept(device: torch.device) -> Iterator[None]:
+    """Restore the random generators of this process afterwards."""
+    tensors, rest = random_state(device)
+    try:
+        yield
+    finally:
+        load_random(device, tensors, rest)
 
 
 def seed_all(seed: int) -> None:

@@ -79,7 +79,8 @@ class _Captures:
     what: str
 
     def __init__(self, device: Any, compute: Callable[..., Outcome], capturer: CudaCapturer | None) -> None:
-        self.device, self.compute, self.capturer = device, compute, capturer
+        self.device, self.compute = device, compute
+        self.capturer: Any = capturer
         self.step: HostStep = device.step
         self.given_up: str | None = None
         self.num_captured = 0
@@ -119,7 +120,6 @@ class _Captures:
 
     def _observe(self, run: Run) -> tuple[Outcome, str | None]:
         """Return the outcome of an ordinary step, and the operation that a graph cannot contain, or None."""
-        assert self.capturer is not None
         outcome, fault = self.capturer.watch(run)
         names = [name[1:] for name, total, _ in outcome.metrics if name[:1] == OBSERVED and total is not None]
         if names and fault is None:
@@ -137,7 +137,6 @@ class _Captures:
 
     def _capture(self, key: Any, run: Run, inputs: Sequence[torch.Tensor] = ()) -> _Graph | None:
         """Return the new captured graph of a key; None, with random states as before, if it cannot be captured."""
-        assert self.capturer is not None
         before = random_state(HOST)
         fault, replay = None, None
         try:

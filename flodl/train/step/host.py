@@ -331,12 +331,8 @@ class HostStep:
                     step=step,
                 )
             return f"float16 overflow, loss scale now {scaler.get_scale():g}"
-        faulty = (
-            name
-            for name, p in self.model.named_parameters()
-            if p.grad is not None and not bool(whole(torch.isfinite(p.grad).all()))
-        )
-        tensor = next(faulty, None)
+        grads = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
+        tensor = next((name for name, grad in grads if not bool(whole(torch.isfinite(grad).all()))), None)
         if self.on_nan == "stop":
             raise not_finite(self.ranks.rank, step, reason, loss, grad_norm, tensor)
         if scaler is not None:
@@ -357,14 +353,10 @@ def divide(grads: Sequence[torch.Tensor], count: float | torch.Tensor) -> None:
 
 def has_plain_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if ``optimizer.step`` is that of its class in torch, without hooks."""
-    return (
-        type(optimizer).__module__.startswith("torch.optim.")
-        and "step" not in vars(optimizer)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and not _global_optimizer_pre_hooks
-        and not _global_optimizer_post_hooks
-    )
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or "step" in vars(optimizer):
+        return False
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:

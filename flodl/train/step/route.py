@@ -65,7 +65,7 @@ def choose_route(trainer: Any) -> None:
             trainer.warn,
             deferred=isinstance(trainer.policy, Sync) and not settings.knobs.slowdown,
             strict=settings.capture is True,
-            num_rows=getattr(trainer.train_step, "reads_num_rows", True),
+            num_rows=getattr(trainer.plan.train_step, "reads_num_rows", True),
         )
     if capturer is not None:
         step.unrecorded = "the settings disable it (capture=False)" if settings.capture is False else reason
@@ -81,7 +81,7 @@ def make_capturer(device: torch.device, settings: Settings) -> CudaCapturer | No
     return CudaCapturer(device, tune=not settings.deterministic) if device.type == "cuda" else None
 
 
-def without_history(train_step: TrainStep, graphs: Any) -> TrainStep:
+def without_history(train_step: Any, graphs: Any) -> TrainStep:
     """Return a train_step that detaches the state of graphs with memory before each pass."""
     if not graphs.remembers:
         return train_step
