@@ -74,8 +74,12 @@ class Evaluator:
             found, details = self._evaluate()
             self._check_names(found)
             self.found = found
-            self._compare(found)
-            trainer.observing.evaluated(found)
+            # NaN is no improvement, and no value for later comparisons.
+            if self.metric is not None:
+                value = signed(self.metric, found)
+                better = value is not None and (self.best is None or value > self.best)
+                self.best, self.waits = (value, 0) if better else (self.best, self.waits + 1)
+            trainer.observing.note("evaluation", {"eval_loss" if n == "loss" else n: v for n, v in found.items()})
             record = {"step": self.at_step, "epoch": trainer.epoch_number, **found}
             self.history.append(record | ({"details": details} if details else {}))
             # Emitted here, so that subscribers see the weights that were evaluated.
@@ -141,16 +145,6 @@ class Evaluator:
                     _add(sums, given, batch)
         parts = ranks.gather({name: [float(total), float(count)] for name, (total, count) in sums.items()})
         return dict(sorted(means(parts).items()))
-
-    def _compare(self, found: Mapping[str, float]) -> None:
-        if self.metric is None:
-            return
-        # NaN is no improvement, and no value for later comparisons.
-        value = signed(self.metric, found)
-        if value is not None and (self.best is None or value > self.best):
-            self.best, self.waits = value, 0
-        else:
-            self.waits += 1
 
     @property
     def is_spent(self) -> bool:

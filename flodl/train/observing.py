@@ -108,10 +108,6 @@ class Observing:
                 self.values[kind].setdefault(name, []).append(float(value))
             self._has_new_values = True
 
-    def evaluated(self, figures: Mapping[str, float]) -> None:
-        """Add the metrics of an evaluation, equal on all ranks."""
-        self.note("evaluation", {"eval_loss" if name == "loss" else name: v for name, v in figures.items()})
-
     def end_epoch(self, metrics: EpochMetrics, parts: Sequence[Mapping[str, Any]]) -> Observed | None:
         """End an epoch of all graphs, and return its watched values; None if there are none.
 

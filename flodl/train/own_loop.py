@@ -34,7 +34,7 @@ class OwnStep:
 
 
 def epochs(trainer: Any, count: int) -> Iterator[int]:
-    """Yield epochs from the present one to ``count`` - 1."""
+    """Yield epochs from the present one (after a resume: where it stopped) to ``count`` - 1."""
     _of(trainer)
     trainer.settings = replace(trainer.settings, num_epochs=count)
     with ends.running(trainer), _restored(trainer):
@@ -76,7 +76,21 @@ def _begin(trainer: Any) -> None:
 
 
 def batches(trainer: Any, loader: Any, **options: Any) -> Iterator[Any]:
-    """Yield the batches of this rank in the present epoch; see `Trainer.batches`."""
+    """Yield the batches of this rank in the present epoch, on its device; call `step` for each.
+
+    With ``accumulate`` or ``micro_batch_size`` several batches form one step; `step` acts at the last of them.
+
+    Args:
+        loader: a `flodl.data.DataLoader`, or an iterable of batches that is equal on all ranks; without a length
+            an epoch has ``max_steps`` steps.
+        **options: ``shuffle``, ``drop_last``, ``collate`` for rows with a ``batch_size``.
+
+    Raises:
+        DataError: no length, and no ``max_steps``.
+        TrainError: a batch cannot be divided among ranks, or there is none.
+        TrainInterrupted: SIGINT (Ctrl-C) ended the run after it saved its state.
+        SystemExit: SIGTERM ended the run after it saved its state.
+    """
     own = _of(trainer)
     if trainer.audience is None and trainer.settings.num_epochs == Settings.num_epochs:
         trainer.settings = replace(trainer.settings, num_epochs=0)  # the number is unknown without `epochs`
@@ -108,7 +122,15 @@ def batches(trainer: Any, loader: Any, **options: Any) -> Iterator[Any]:
 
 
 def backward(trainer: Any, loss: Any, count: float | None = None) -> None:
-    """Add the gradient of one batch; see `Trainer.backward`."""
+    """Add the gradient of one batch, exactly for any split into micro-batches and ranks.
+
+    Args:
+        loss: any value that a ``train_step`` may return, of everything the batch should teach.
+        count: number of items of a plain mean; None for the samples of the batch.
+
+    Raises:
+        TrainError: the batch already had its backward pass, or there is no batch.
+    """
     own, problem, part = _of(trainer), None, trainer.step_.part
     if own.had_backward or own.position is None:
         problem = "a second call for one batch, or no batch; expected one call for each batch of batches()"
@@ -124,8 +146,18 @@ def backward(trainer: Any, loss: Any, count: float | None = None) -> None:
     trainer.step_.add(part, as_loss(loss, own.rows if count is None else count))
 
 
-def step(trainer: Any) -> StepResult | None:
-    """Take one optimiser step; see `Trainer.step`."""
+def step(trainer: Any, loss: Any = None) -> StepResult | None:
+    """Take one optimiser step over all ranks and clear gradients; return None before the last micro-batch.
+
+    Args:
+        loss: passed to `backward` first. Without it, gradients of a plain ``loss.backward()`` count as means over
+            the samples of the batch, and the reported loss is NaN.
+
+    Raises:
+        TrainError: there is no batch, or a plain ``backward()`` was called on one of several micro-batches.
+    """
+    if loss is not None:
+        backward(trainer, loss)
     own, watching = _of(trainer), trainer.observing.watching
     position, own.position = own.position, None
     if position is None:
