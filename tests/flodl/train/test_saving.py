@@ -177,18 +177,18 @@ def test_two_ranks_save_the_end_of_a_run_or_leave_it_out(tmp_path, save_end, ste
 
 
 def test_a_run_that_leaves_its_end_out_gives_up_what_is_being_written(tmp_path, monkeypatch):
-    go, write, drop = threading.Event(), keeper._write, keeper.Keeper.drop
+    go, write, end = threading.Event(), keeper._write, keeper.Keeper.end
 
     def held(path, chunks):
         assert go.wait(20)
         return write(path, chunks)
 
-    def dropped(self):
-        drop(self)
+    def ended_before_the_disk(self):
+        end(self)
         go.set()
 
     monkeypatch.setattr(keeper, "_write", held)
-    monkeypatch.setattr(keeper.Keeper, "drop", dropped)
+    monkeypatch.setattr(keeper.Keeper, "end", ended_before_the_disk)
     assert ended(tmp_path, epochs=2, save_epochs="idle", save_end=False)[:2] == ([], [])
 
 
