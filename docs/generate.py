@@ -12,7 +12,6 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -296,14 +295,12 @@ def key_table(rows: Iterable[KeyRow]) -> str:
 
 
 def field_notes(config: type[Any]) -> dict[str, str]:
-    """Return the line under each field of a configuration dataclass, own lines before inherited ones."""
+    """Return the description of each field of a configuration dataclass, own ones before inherited ones."""
     notes: dict[str, str] = {}
     for kind in reversed(config.__mro__[:-1]):
-        lines = inspect.getsource(kind).splitlines()
-        for line, below in pairwise(lines):
-            name = line.strip().partition(":")[0]
-            if below.strip().startswith('"""') and name.isidentifier():
-                notes[name] = below.strip().strip('"')
+        described = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE):
+            notes[name] = text[0].upper() + " ".join(text.split())[1:]
     assert {f.name for f in fields(config)} <= notes.keys(), config
     return notes
 

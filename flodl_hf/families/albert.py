@@ -27,16 +27,19 @@ from flodl_hf.nn.encoder.graphs import Repeated, bert_block, chain
 
 @dataclass(frozen=True, kw_only=True)
 class AlbertConfig(bert.BertConfig):
-    """The settings of an ALBERT encoder: BERT's, the width of its tables, and its groups of blocks."""
+    """The settings of an ALBERT encoder: BERT's, the width of its tables, and its groups of blocks.
+
+    Attributes:
+        embedding_size: width of the tables.
+        num_layers: how often a group of blocks is applied.
+        num_groups: groups of blocks with separate weights.
+        blocks_per_group: blocks in a group.
+    """
 
     embedding_size: int
-    """Width of the tables."""
     num_layers: int
-    """How often a group of blocks is applied."""
     num_groups: int = 1
-    """Groups of blocks with separate weights."""
     blocks_per_group: int = 1
-    """Blocks in a group."""
     # ALBERT's defaults of BERT's settings.
     activation: str = "gelu_new"
     hidden_dropout: float = 0.0

@@ -23,24 +23,27 @@ from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, pooler, st
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(EncoderSizes):
-    """The settings of a BERT encoder."""
+    """The settings of a BERT encoder.
+
+    Attributes:
+        max_positions: rows of the position table: the longest row of tokens.
+        type_vocab_size: rows of the token type table.
+        activation: name of the feed-forward activation.
+        hidden_dropout: probability of dropping a value of a state, in [0, 1).
+        attention_dropout: probability of dropping an attention weight, in [0, 1).
+        classifier_dropout: probability of dropping a classifier's input; None takes ``hidden_dropout``.
+        norm_eps: epsilon of every layer norm.
+        pad_token_id: the word row that gets no gradient.
+    """
 
     max_positions: int
-    """Rows of the position table: the longest row of tokens."""
     type_vocab_size: int
-    """Rows of the token type table."""
     activation: str = "gelu"
-    """Name of the feed-forward activation."""
     hidden_dropout: float = 0.1
-    """Probability of dropping a value of a state, in [0, 1)."""
     attention_dropout: float = 0.1
-    """Probability of dropping an attention weight, in [0, 1)."""
     classifier_dropout: float | None = None
-    """Probability of dropping a classifier's input; None takes ``hidden_dropout``."""
     norm_eps: float = 1e-12
-    """Epsilon of every layer norm."""
     pad_token_id: int | None = 0
-    """The word row that gets no gradient."""
 
 
 # fmt: off

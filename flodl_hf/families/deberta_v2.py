@@ -50,58 +50,65 @@ from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
 @dataclass(frozen=True, kw_only=True)
 class DebertaConfig(EncoderSizes):
-    """The settings of a DeBERTa-v2 encoder."""
+    """The settings of a DeBERTa-v2 encoder.
+
+    Attributes:
+        head_size: width of a head as some files state it; has to be ``hidden_size / num_heads``.
+        max_positions: rows of the position table where there is one; the range of distances where none is
+            stated.
+        type_vocab_size: rows of the token type table; 0 for none.
+        embedding_size: width of the tables; None for ``hidden_size``. Another width adds a projection.
+        absolute_positions: whether learned positions are added to the words.
+        relative_attention: whether distances between tokens are scored.
+        position_kinds: which scores distances give: "c2p" (content to position) and "p2c" (position to
+            content).
+        position_buckets: rows of the distance table for each sign, far distances sharing; below 1 each distance
+            has its own.
+        max_relative_positions: maximum distinct distance, in tokens; below 1 for ``max_positions``.
+        share_keys: whether distances go through the projections of content.
+        relative_norm: "layer_norm" to normalise the distance table, "none" to leave it.
+        conv_kernel_size: tokens that the convolution sees, odd; 0 for no convolution.
+        conv_groups: groups of channels in the convolution; divides ``hidden_size``.
+        conv_activation: name of the convolution's activation.
+        activation: name of the feed-forward activation.
+        hidden_dropout: probability of dropping a value of a state, in [0, 1).
+        attention_dropout: probability of dropping an attention weight, in [0, 1).
+        pooler_size: width of the classification pooler as files state it; has to be ``hidden_size``.
+        pooler_dropout: probability of dropping a value before the classification pooler, in [0, 1).
+        pooler_activation: name of the classification pooler's activation.
+        classifier_dropout: probability of dropping a value after the classification pooler; None takes
+            ``hidden_dropout``.
+        legacy_head: which masked-word head: True for BERT's, False for the one in Microsoft's files.
+        tie_words: whether the masked-word decoder is the word table.
+        norm_eps: epsilon of every layer norm.
+        pad_token_id: the word row that gets no gradient.
+    """
 
     head_size: int | None = None
-    """Width of a head as some files state it; has to be ``hidden_size / num_heads``."""
     max_positions: int = 512
-    """Rows of the position table where there is one; the range of distances where none is stated."""
     type_vocab_size: int = 0
-    """Rows of the token type table; 0 for none."""
     embedding_size: int | None = None
-    """Width of the tables; None for ``hidden_size``. Another width adds a projection."""
     absolute_positions: bool = True
-    """Whether learned positions are added to the words."""
     relative_attention: bool = False
-    """Whether distances between tokens are scored."""
     position_kinds: tuple[str, ...] = ()
-    """Which scores distances give: "c2p" (content to position) and "p2c" (position to content)."""
     position_buckets: int = -1
-    """Rows of the distance table for each sign, far distances sharing; below 1 each distance has its own."""
     max_relative_positions: int = -1
-    """Maximum distinct distance, in tokens; below 1 for ``max_positions``."""
     share_keys: bool = False
-    """Whether distances go through the projections of content."""
     relative_norm: str = "none"
-    """"layer_norm" to normalise the distance table, "none" to leave it."""
     conv_kernel_size: int = 0
-    """Tokens that the convolution sees, odd; 0 for no convolution."""
     conv_groups: int = 1
-    """Groups of channels in the convolution; divides ``hidden_size``."""
     conv_activation: str = "tanh"
-    """Name of the convolution's activation."""
     activation: str = "gelu"
-    """Name of the feed-forward activation."""
     hidden_dropout: float = 0.1
-    """Probability of dropping a value of a state, in [0, 1)."""
     attention_dropout: float = 0.1
-    """Probability of dropping an attention weight, in [0, 1)."""
     pooler_size: int | None = None
-    """Width of the classification pooler as files state it; has to be ``hidden_size``."""
     pooler_dropout: float = 0.0
-    """Probability of dropping a value before the classification pooler, in [0, 1)."""
     pooler_activation: str = "gelu"
-    """Name of the classification pooler's activation."""
     classifier_dropout: float | None = None
-    """Probability of dropping a value after the classification pooler; None takes ``hidden_dropout``."""
     legacy_head: bool = True
-    """Which masked-word head: True for BERT's, False for the one in Microsoft's files."""
     tie_words: bool = True
-    """Whether the masked-word decoder is the word table."""
     norm_eps: float = 1e-7
-    """Epsilon of every layer norm."""
     pad_token_id: int | None = 0
-    """The word row that gets no gradient."""
 
     def __post_init__(self) -> None:
         faults = []

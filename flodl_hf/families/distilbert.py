@@ -24,22 +24,25 @@ from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
 
 @dataclass(frozen=True, kw_only=True)
 class DistilBertConfig(EncoderSizes):
-    """The settings of a DistilBERT encoder."""
+    """The settings of a DistilBERT encoder.
+
+    Attributes:
+        max_positions: rows of the position table: the longest row of tokens.
+        activation: name of the feed-forward activation.
+        hidden_dropout: probability of dropping a value of a state, in [0, 1).
+        attention_dropout: probability of dropping an attention weight, in [0, 1).
+        span_dropout: probability of dropping a value before the answer's projection, in [0, 1).
+        classifier_dropout: probability of dropping a value before the text labels' projection, in [0, 1).
+        pad_token_id: the word row that gets no gradient.
+    """
 
     max_positions: int
-    """Rows of the position table: the longest row of tokens."""
     activation: str = "gelu"
-    """Name of the feed-forward activation."""
     hidden_dropout: float = 0.1
-    """Probability of dropping a value of a state, in [0, 1)."""
     attention_dropout: float = 0.1
-    """Probability of dropping an attention weight, in [0, 1)."""
     span_dropout: float = 0.1
-    """Probability of dropping a value before the answer's projection, in [0, 1)."""
     classifier_dropout: float = 0.2
-    """Probability of dropping a value before the text labels' projection, in [0, 1)."""
     pad_token_id: int | None = 0
-    """The word row that gets no gradient."""
     norm_eps = 1e-12  # no setting of the reference implementation
 
 

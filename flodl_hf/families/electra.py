@@ -26,18 +26,21 @@ from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
 
 @dataclass(frozen=True, kw_only=True)
 class ElectraConfig(bert.BertConfig):
-    """The settings of an ELECTRA encoder: BERT's, and the width of its tables."""
+    """The settings of an ELECTRA encoder: BERT's, and the width of its tables.
+
+    Attributes:
+        embedding_size: width of the word, position and token type tables.
+        summary: which state multiple choice reads of a text.
+        summary_projection: whether multiple choice projects it before it scores.
+        summary_activation: name of the activation after that projection; None for none.
+        summary_dropout: probability of dropping a value before multiple choice scores, in [0, 1).
+    """
 
     embedding_size: int = 128
-    """Width of the word, position and token type tables."""
     summary: str = "first"
-    """Which state multiple choice reads of a text."""
     summary_projection: bool = True
-    """Whether multiple choice projects it before it scores."""
     summary_activation: str | None = "gelu"
-    """Name of the activation after that projection; None for none."""
     summary_dropout: float = 0.1
-    """Probability of dropping a value before multiple choice scores, in [0, 1)."""
 
 
 # fmt: off

@@ -23,12 +23,15 @@ from flodl_hf.nn.layout.layouts import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class ErnieConfig(bert.BertConfig):
-    """The settings of an ERNIE encoder: BERT's, and the tasks of its training."""
+    """The settings of an ERNIE encoder: BERT's, and the tasks of its training.
+
+    Attributes:
+        task_types: rows of the task table.
+        uses_tasks: whether there is one.
+    """
 
     task_types: int = 3
-    """Rows of the task table."""
     uses_tasks: bool = False
-    """Whether there is one."""
 
 
 CONFIG = (

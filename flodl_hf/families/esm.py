@@ -48,28 +48,31 @@ GELU = "gelu_python"
 
 @dataclass(frozen=True, kw_only=True)
 class EsmConfig(EncoderSizes):
-    """The settings of an ESM encoder."""
+    """The settings of an ESM encoder.
+
+    Attributes:
+        max_positions: rows of the position table where there is one.
+        positions: "absolute" for a table of positions, "rotary" for queries and keys that are turned.
+        theta: base of the wavelengths of rotations, if the file contains no frequencies.
+        embedding_norm: whether embeddings are normalised.
+        token_dropout: whether masked tokens are zeroed and the others scaled.
+        mask_token_id: the id of masked tokens.
+        pad_token_id: the id that positions skip; its rows get no gradient.
+        hidden_dropout: probability of dropping a value of a state, in [0, 1).
+        attention_dropout: probability of dropping an attention weight, in [0, 1).
+        norm_eps: epsilon of every norm.
+    """
 
     max_positions: int = 1026
-    """Rows of the position table where there is one."""
     positions: str = "absolute"
-    """"absolute" for a table of positions, "rotary" for queries and keys that are turned."""
     theta: float = 10_000.0
-    """Base of the wavelengths of rotations, if the file contains no frequencies."""
     embedding_norm: bool | None = None
-    """Whether embeddings are normalised."""
     token_dropout: bool = False
-    """Whether masked tokens are zeroed and the others scaled."""
     mask_token_id: int | None = None
-    """The id of masked tokens."""
     pad_token_id: int = 1
-    """The id that positions skip; its rows get no gradient."""
     hidden_dropout: float = 0.1
-    """Probability of dropping a value of a state, in [0, 1)."""
     attention_dropout: float = 0.1
-    """Probability of dropping an attention weight, in [0, 1)."""
     norm_eps: float = 1e-12
-    """Epsilon of every norm."""
     activation = GELU  # no setting
 
     def __post_init__(self) -> None:

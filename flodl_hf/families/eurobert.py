@@ -43,34 +43,38 @@ from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
 @dataclass(frozen=True, kw_only=True)
 class EuroBertConfig(EncoderSizes):
-    """The settings of a EuroBERT encoder."""
+    """The settings of a EuroBERT encoder.
+
+    Attributes:
+        kv_heads: heads of keys and values; None for as many as of queries.
+        head_size: width of a head as some files state it; has to be ``hidden_size / num_heads``.
+        max_positions: the longest row of tokens that the model was made for; no table bounds it.
+        activation: name of the feed-forward activation.
+        attention_dropout: probability of dropping an attention weight, in [0, 1).
+        attention_bias: whether projections of attention add a bias.
+        mlp_bias: whether projections of the feed-forward part and word scores add a bias.
+        norm_eps: epsilon of every norm.
+        pooling: what classification of texts reads: "bos", "mean", or "late" for the mean of all tokens'
+            scores.
+        pad_token_id: the word row that gets no gradient.
+        theta: base of the wavelengths, where ``rotary`` does not state it.
+        rotary: type of rotary positions if ``scaling`` has none; None for ``theta``.
+        scaling: how wavelengths are stretched, as older files state it.
+    """
 
     kv_heads: int | None = None
-    """Heads of keys and values; None for as many as of queries."""
     head_size: int | None = None
-    """Width of a head as some files state it; has to be ``hidden_size / num_heads``."""
     max_positions: int = 8192
-    """The longest row of tokens that the model was made for; no table bounds it."""
     activation: str = "silu"
-    """Name of the feed-forward activation."""
     attention_dropout: float = 0.0
-    """Probability of dropping an attention weight, in [0, 1)."""
     attention_bias: bool = False
-    """Whether projections of attention add a bias."""
     mlp_bias: bool = False
-    """Whether projections of the feed-forward part and word scores add a bias."""
     norm_eps: float = 1e-5
-    """Epsilon of every norm."""
     pooling: str = "late"
-    """What classification of texts reads: "bos", "mean", or "late" for the mean of all tokens' scores."""
     pad_token_id: int | None = 128001
-    """The word row that gets no gradient."""
     theta: float = 10_000.0
-    """Base of the wavelengths, where ``rotary`` does not state it."""
     rotary: RotarySettings | None = None
-    """Type of rotary positions if ``scaling`` has none; None for ``theta``."""
     scaling: RotarySettings | None = None
-    """How wavelengths are stretched, as older files state it."""
 
     def __post_init__(self) -> None:
         faults = []

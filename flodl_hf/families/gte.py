@@ -28,14 +28,17 @@ from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
 @dataclass(frozen=True, kw_only=True)
 class GteConfig(bert.BertConfig):
-    """The settings of a GTE encoder: BERT's, and how queries and keys are turned."""
+    """The settings of a GTE encoder: BERT's, and how queries and keys are turned.
+
+    Attributes:
+        theta: base of the wavelengths, where ``rotary`` does not state it.
+        rotary: type of rotary positions if ``scaling`` has none; None for ``theta``.
+        scaling: how wavelengths are stretched, as older files state it.
+    """
 
     theta: float = 160_000.0
-    """Base of the wavelengths, where ``rotary`` does not state it."""
     rotary: RotarySettings | None = None
-    """Type of rotary positions if ``scaling`` has none; None for ``theta``."""
     scaling: RotarySettings | None = None
-    """How wavelengths are stretched, as older files state it."""
 
 
 # fmt: off

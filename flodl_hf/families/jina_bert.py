@@ -25,10 +25,13 @@ from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
 @dataclass(frozen=True, kw_only=True)
 class JinaBertConfig(bert.BertConfig):
-    """The settings of a JinaBERT encoder: BERT's, and what gates its feed-forward parts."""
+    """The settings of a JinaBERT encoder: BERT's, and what gates its feed-forward parts.
+
+    Attributes:
+        gate: the feed-forward part: "geglu" is gated by GELU, "reglu" by ReLU.
+    """
 
     gate: str = "geglu"
-    """The feed-forward part: "geglu" is gated by GELU, "reglu" by ReLU."""
 
 
 GATES = {"geglu": "gelu", "reglu": "relu"}

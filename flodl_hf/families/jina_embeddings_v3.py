@@ -29,10 +29,13 @@ from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
 @dataclass(frozen=True, kw_only=True)
 class JinaEmbeddingsV3Config(gte.GteConfig):
-    """The settings of a jina-embeddings-v3 encoder: GTE's, with another base of wavelengths."""
+    """The settings of a jina-embeddings-v3 encoder: GTE's, with another base of wavelengths.
+
+    Attributes:
+        theta: base of the wavelengths, where ``rotary`` does not state it.
+    """
 
     theta: float = 20_000.0
-    """Base of the wavelengths, where ``rotary`` does not state it."""
 
 
 # fmt: off
@@ -102,16 +105,19 @@ FAMILY = bert.FAMILY.renamed(
 
 @dataclass(frozen=True, kw_only=True)
 class TaskedConfig(JinaEmbeddingsV3Config):
-    """The settings of a file with adapters: the family's, and the adapters' tasks."""
+    """The settings of a file with adapters: the family's, and the adapters' tasks.
+
+    Attributes:
+        tasks: the tasks, in the order of their adapters.
+        adapter_rank: rank of each difference.
+        adapter_alpha: by what times the rank a difference is divided.
+        has_adapters: whether the file contains trained adapters.
+    """
 
     tasks: tuple[str, ...] = ()
-    """The tasks, in the order of their adapters."""
     adapter_rank: int = 4
-    """Rank of each difference."""
     adapter_alpha: int = 1
-    """By what times the rank a difference is divided."""
     has_adapters: bool = True
-    """Whether the file contains trained adapters."""
 
 
 def _tasks(value: Any) -> tuple[str, ...]:

@@ -47,50 +47,55 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class ModernBertConfig(EncoderSizes):
-    """The settings of a ModernBERT encoder."""
+    """The settings of a ModernBERT encoder.
+
+    Attributes:
+        max_positions: the longest row of tokens that the model was made for; no table bounds it.
+        layer_types: attention of each layer: "full_attention" or "sliding_attention"; None for
+            ``global_every``.
+        global_every: of so many layers the first sees all tokens, the others their window.
+        window: tokens of a window, half of them to each side.
+        rotary: how queries and keys are turned, by kind of layer; None for the two fields below.
+        global_theta: base of the wavelengths of layers that see all tokens.
+        local_theta: the same of layers that see a window.
+        activation: name of the feed-forward activation.
+        embedding_dropout: probability of dropping a value of an embedding, in [0, 1).
+        attention_dropout: probability of dropping an attention weight or a value of attention's output, in [0,
+            1).
+        mlp_dropout: probability of dropping a value inside the feed-forward part, in [0, 1).
+        classifier_dropout: probability of dropping a classifier's input, in [0, 1).
+        norm_eps: epsilon of every layer norm.
+        norm_bias: whether norms add a bias.
+        attention_bias: whether projections of attention add a bias.
+        mlp_bias: whether projections of the feed-forward part add a bias.
+        decoder_bias: whether word scores have a bias.
+        classifier_bias: whether the projection before a task's own adds a bias.
+        classifier_activation: name of the activation behind that projection.
+        pooling: what classification of texts reads: "cls" for the first token, "mean" for the mean of all.
+        pad_token_id: the word row that gets no gradient.
+    """
 
     max_positions: int = 8192
-    """The longest row of tokens that the model was made for; no table bounds it."""
     layer_types: tuple[str, ...] | None = None
-    """Attention of each layer: "full_attention" or "sliding_attention"; None for ``global_every``."""
     global_every: int = 3
-    """Of so many layers the first sees all tokens, the others their window."""
     window: int = 128
-    """Tokens of a window, half of them to each side."""
     rotary: Mapping[str, RotarySettings] | None = None
-    """How queries and keys are turned, by kind of layer; None for the two fields below."""
     global_theta: float = 160_000.0
-    """Base of the wavelengths of layers that see all tokens."""
     local_theta: float = 10_000.0
-    """The same of layers that see a window."""
     activation: str = "gelu"
-    """Name of the feed-forward activation."""
     embedding_dropout: float = 0.0
-    """Probability of dropping a value of an embedding, in [0, 1)."""
     attention_dropout: float = 0.0
-    """Probability of dropping an attention weight or a value of attention's output, in [0, 1)."""
     mlp_dropout: float = 0.0
-    """Probability of dropping a value inside the feed-forward part, in [0, 1)."""
     classifier_dropout: float = 0.0
-    """Probability of dropping a classifier's input, in [0, 1)."""
     norm_eps: float = 1e-5
-    """Epsilon of every layer norm."""
     norm_bias: bool = False
-    """Whether norms add a bias."""
     attention_bias: bool = False
-    """Whether projections of attention add a bias."""
     mlp_bias: bool = False
-    """Whether projections of the feed-forward part add a bias."""
     decoder_bias: bool = True
-    """Whether word scores have a bias."""
     classifier_bias: bool = False
-    """Whether the projection before a task's own adds a bias."""
     classifier_activation: str = "gelu"
-    """Name of the activation behind that projection."""
     pooling: str = "cls"
-    """What classification of texts reads: "cls" for the first token, "mean" for the mean of all."""
     pad_token_id: int | None = 50283
-    """The word row that gets no gradient."""
 
     def __post_init__(self) -> None:
         if self.layer_types is not None and len(self.layer_types) != self.num_layers:

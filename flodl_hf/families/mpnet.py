@@ -30,22 +30,25 @@ BUCKETS = 32  # that distances are sorted into, likewise
 
 @dataclass(frozen=True, kw_only=True)
 class MPNetConfig(EncoderSizes):
-    """The settings of an MPNet encoder."""
+    """The settings of an MPNet encoder.
+
+    Attributes:
+        max_positions: rows of the position table: the longest row of tokens, and two.
+        relative_rows: rows of the table of relative positions, of which the first 32 are used.
+        activation: name of the feed-forward activation.
+        hidden_dropout: probability of dropping a value of a state, in [0, 1).
+        attention_dropout: probability of dropping an attention weight, in [0, 1).
+        norm_eps: epsilon of every layer norm.
+        pad_token_id: the id that positions skip; its word and position rows get no gradient.
+    """
 
     max_positions: int
-    """Rows of the position table: the longest row of tokens, and two."""
     relative_rows: int = BUCKETS
-    """Rows of the table of relative positions, of which the first 32 are used."""
     activation: str = "gelu"
-    """Name of the feed-forward activation."""
     hidden_dropout: float = 0.1
-    """Probability of dropping a value of a state, in [0, 1)."""
     attention_dropout: float = 0.1
-    """Probability of dropping an attention weight, in [0, 1)."""
     norm_eps: float = 1e-12
-    """Epsilon of every layer norm."""
     pad_token_id: int = PADDING
-    """The id that positions skip; its word and position rows get no gradient."""
 
 
 # fmt: off

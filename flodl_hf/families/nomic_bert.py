@@ -37,16 +37,19 @@ from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
 @dataclass(frozen=True, kw_only=True)
 class NomicBertConfig(gte.GteConfig):
-    """The settings of a Nomic BERT encoder: GTE's, and the further settings of files for Nomic's own code."""
+    """The settings of a Nomic BERT encoder: GTE's, and the further settings of files for Nomic's own code.
+
+    Attributes:
+        trained_positions: the longest row of tokens in training.
+        gate: the feed-forward part as older files name it: "swiglu", "geglu" or "glu".
+        embedding_dropout: probability of dropping a value of an embedding, in [0, 1).
+        stretch: stretch factor of longer texts, if they were alone in a batch; None for none.
+    """
 
     trained_positions: int = 2048
-    """The longest row of tokens in training."""
     gate: str = "swiglu"
-    """The feed-forward part as older files name it: "swiglu", "geglu" or "glu"."""
     embedding_dropout: float = 0.0
-    """Probability of dropping a value of an embedding, in [0, 1)."""
     stretch: float | None = None
-    """Stretch factor of longer texts, if they were alone in a batch; None for none."""
 
 
 GATES = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}

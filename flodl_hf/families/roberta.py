@@ -24,10 +24,13 @@ from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, stack
 
 @dataclass(frozen=True, kw_only=True)
 class RobertaConfig(bert.BertConfig):
-    """The settings of a RoBERTa encoder: BERT's, with padding at id 1."""
+    """The settings of a RoBERTa encoder: BERT's, with padding at id 1.
+
+    Attributes:
+        pad_token_id: the id that positions skip; its word and position rows get no gradient.
+    """
 
     pad_token_id: int = 1
-    """The id that positions skip; its word and position rows get no gradient."""
 
 
 PADDING = replace(

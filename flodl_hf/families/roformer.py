@@ -33,10 +33,13 @@ from flodl_hf.nn.layout.layouts import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class RoFormerConfig(electra.ElectraConfig):
-    """The settings of a RoFormer encoder: ELECTRA's, and which states are rotated."""
+    """The settings of a RoFormer encoder: ELECTRA's, and which states are rotated.
+
+    Attributes:
+        rotary_value: whether values are turned by their places too.
+    """
 
     rotary_value: bool = False
-    """Whether values are turned by their places too."""
 
 
 # fmt: off

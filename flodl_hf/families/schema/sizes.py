@@ -12,18 +12,21 @@ from flodl_hf.nn.attention.rotary import RotarySettings
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSizes:
-    """The first settings of every family."""
+    """The first settings of every family.
+
+    Attributes:
+        vocab_size: rows of the word table.
+        hidden_size: width of a token's state.
+        num_layers: blocks in the stack.
+        num_heads: attention heads of a block; divides ``hidden_size``.
+        intermediate_size: width inside the feed-forward layer.
+    """
 
     vocab_size: int
-    """Rows of the word table."""
     hidden_size: int
-    """Width of a token's state."""
     num_layers: int
-    """Blocks in the stack."""
     num_heads: int
-    """Attention heads of a block; divides ``hidden_size``."""
     intermediate_size: int
-    """Width inside the feed-forward layer."""
 
 
 # fmt: off
