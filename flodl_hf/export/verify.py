@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -346,22 +347,13 @@ def _distance(one: Tensor | None, other: Tensor) -> float:
 
 
 def _with_transformers(check: Callable[[_Run], Iterator[Check]]) -> Callable[[_Run], Iterator[Check]]:
+    @wraps(check)
     def run_if_installed(run: _Run) -> Iterator[Check]:
         from flodl_hf.parity.reference import available
 
-        if not available():
-            return iter(
-                [
-                    Check(
-                        _name(check),
-                        "not run",
-                        "transformers is not installed: pip install 'flodl-hf[parity]'",
-                    )
-                ]
-            )
-        return check(run)
+        missing = "transformers is not installed: pip install 'flodl-hf[parity]'"
+        return check(run) if available() else iter([Check(_name(check), "not run", missing)])
 
-    run_if_installed.__name__ = check.__name__
     return run_if_installed
 
 

@@ -41,10 +41,9 @@ from flodl_hf.families.schema.sizes import SIZES, EncoderSizes
 from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.attention.disentangled.positions import RelativePositions
 from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.deberta import Convolution, ConvolvedLayer, MaskedEmbeddings, Shift
+from flodl_hf.nn.encoder.deberta import Convolution, ConvolvedLayer, MaskedEmbeddings
 from flodl_hf.nn.encoder.graphs import stack
 from flodl_hf.nn.encoder.losses import check_labels
-from flodl_hf.nn.layers.activations import Activation
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
 
@@ -356,15 +355,7 @@ def masked_lm(c: DebertaConfig, _: int) -> Graph:
             "because that head multiplies the states by the word table. Use legacy: true.",
             problems=["legacy", "embedding_size"],
         )
-    return (
-        FlowBuilder(nn.Linear(c.hidden_size, c.hidden_size), name="lm_dense")
-        .input("layout")
-        .through(Activation(c.activation), name="lm_activation")
-        .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="lm_norm")
-        .through(nn.Linear(c.hidden_size, c.vocab_size, bias=False), name="decoder")
-        .through(Shift(c.vocab_size), name="lm_bias")
-        .build()
-    )
+    return task_heads.shifted_lm(c.hidden_size, c.vocab_size, c.activation, c.norm_eps, "lm_", "lm_bias")
 
 
 def untyped_loss(logits: Tensor, labels: Tensor) -> Tensor:

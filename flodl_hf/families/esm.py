@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from flodl.graph import FlowBuilder, Graph
+from flodl.graph import Graph
 from flodl_hf.families import bert, mpnet, roberta
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored, PassthroughTensor
 from flodl_hf.families.schema.config_rows import (
@@ -34,9 +34,8 @@ from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes, wavelength
 from flodl_hf.nn.attention.rotary import Rotary, StatedRotary
-from flodl_hf.nn.encoder.deberta import Shift
+from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, pooler, stack
-from flodl_hf.nn.layers.activations import Activation
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.layouts import Layout
 
@@ -192,15 +191,7 @@ def encoder(c: EsmConfig) -> Graph:
 
 def masked_lm(c: EsmConfig, _: int) -> Graph:
     """Return the masked-word head, with a separately added bias."""
-    return (
-        FlowBuilder(nn.Linear(c.hidden_size, c.hidden_size), name="dense")
-        .input("layout")
-        .through(Activation(GELU), name="activation")
-        .through(nn.LayerNorm(c.hidden_size, eps=c.norm_eps), name="norm")
-        .through(nn.Linear(c.hidden_size, c.vocab_size, bias=False), name="decoder")
-        .through(Shift(c.vocab_size), name="shift")
-        .build()
-    )
+    return task_heads.shifted_lm(c.hidden_size, c.vocab_size, GELU, c.norm_eps, "", "shift")
 
 
 HEADS = {

@@ -19,7 +19,7 @@ from flodl.graph import Graph
 from flodl_hf.families import bert, gte, roberta
 from flodl_hf.families.schema import Ignored
 from flodl_hf.families.schema.config_rows import Check, IgnoredKey, Row, boolean, changed, count, padding_id
-from flodl_hf.families.schema.keys import KeyRow
+from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import rotary_rows, wavelength
 from flodl_hf.nn.attention.rotary import Rotary
@@ -63,16 +63,13 @@ KEYS = (
     KeyRow("pooler.dense",                         "roberta.pooler.dense"),
 )
 # What transformers calls its modules; its files have the names above.
+OTHERS: dict[str, str | None] = {
+    "encoder.layers.{i}.feed_forward.up":   "layers.{i}.mlp.fc1",
+    "encoder.layers.{i}.feed_forward.down": "layers.{i}.mlp.fc2",
+    "encoder.layers.{i}.feed_forward.gate": None, "head.norm": None,
+}
 ALSO = (
-    KeyRow("encoder.embeddings.norm",              "roberta.embeddings.LayerNorm"),
-    KeyRow("encoder.layers.{i}.attention.query",   "roberta.layers.{i}.self_attn.q_proj"),
-    KeyRow("encoder.layers.{i}.attention.key",     "roberta.layers.{i}.self_attn.k_proj"),
-    KeyRow("encoder.layers.{i}.attention.value",   "roberta.layers.{i}.self_attn.v_proj"),
-    KeyRow("encoder.layers.{i}.attention.output",  "roberta.layers.{i}.self_attn.o_proj"),
-    KeyRow("encoder.layers.{i}.attention_norm",    "roberta.layers.{i}.post_attention_layernorm"),
-    KeyRow("encoder.layers.{i}.feed_forward.up",   "roberta.layers.{i}.mlp.fc1"),
-    KeyRow("encoder.layers.{i}.feed_forward.down", "roberta.layers.{i}.mlp.fc2"),
-    KeyRow("encoder.layers.{i}.feed_forward_norm", "roberta.layers.{i}.post_mlp_layernorm"),
+    KeyRow("encoder.embeddings.norm", "roberta.embeddings.LayerNorm"), *rows_under("roberta", gte.ALSO, OTHERS),
 )
 # fmt: on
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from flodl.graph import Graph
+from flodl_hf.families import bert
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer
 from flodl_hf.families.schema.config_rows import (
     Check,
@@ -235,12 +236,7 @@ HEADS = {
 }
 HEADS["multiple_choice"] = HEADS["sequence_classification"].scoring_choices()
 
-TOKENIZER = FamilyTokenizer(
-    special={
-        "unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]",
-    },
-    type_ids=False,
-)  # fmt: skip
+TOKENIZER = FamilyTokenizer(special=bert.TOKENIZER.special, type_ids=False)
 
 TINY = {"num_hidden_layers": 3, "local_attention": 8, "pad_token_id": 0}
 

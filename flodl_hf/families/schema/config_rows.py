@@ -133,37 +133,30 @@ def within_vocabulary(token: int) -> Callable[[Mapping[str, Any]], int | None]:
     return default
 
 
-def fraction() -> Check:
-    """A dropout probability from 0 to below 1."""
+def number(expected: str, within: Callable[[float], bool]) -> Check:
+    """A finite number for which ``within`` is true."""
 
     def accepts(value: Any) -> float:
-        if not _number(value) or not 0 <= value < 1:
+        if not _number(value) or not within(value):
             raise ValueError
         return float(value)
 
-    return Check("a number in [0, 1)", accepts)
+    return Check(expected, accepts)
+
+
+def fraction() -> Check:
+    """A dropout probability from 0 to below 1."""
+    return number("a number in [0, 1)", lambda value: 0 <= value < 1)
 
 
 def epsilon() -> Check:
     """A small number that keeps a division finite; zero adds nothing."""
-
-    def accepts(value: Any) -> float:
-        if not _number(value) or not 0 <= value <= 1:
-            raise ValueError
-        return float(value)
-
-    return Check("a number in [0, 1]", accepts)
+    return number("a number in [0, 1]", lambda value: 0 <= value <= 1)
 
 
 def boolean() -> Check:
     """True or false."""
-
-    def accepts(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise ValueError
-        return value
-
-    return Check("true or false", accepts)
+    return replace(one_of(True, False), expected="true or false")
 
 
 def one_of(*values: Any) -> Check:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flodl_hf.families.schema.config_rows import Check, Row, count
+from flodl_hf.families.schema.config_rows import Check, Row, count, number
 from flodl_hf.nn.attention.rotary import RotarySettings
 
 
@@ -78,13 +78,7 @@ def rotary_settings(*groups: str) -> Check:
 
 def wavelength() -> Check:
     """The base of wavelengths: a number above 1."""
-
-    def accepts(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < 1e12:
-            raise ValueError
-        return float(value)
-
-    return Check("a number above 1", accepts)
+    return number("a number above 1", lambda value: 1 < value < 1e12)
 
 
 def rotary_rows(theta: float) -> tuple[Row, ...]:

@@ -126,17 +126,6 @@ class AdapterFolder:
             return None
         return [f"LABEL_{i}" for i in range(held.shape[0])]
 
-    @property
-    def problem_type(self) -> str | None:
-        """Return the problem type of the labels, if the folder specifies it."""
-        found = self.head.get("problem_type")
-        return found if isinstance(found, str) else None
-
-    @property
-    def score_activation(self) -> str | None:
-        """Path of the activation that makes scores of a ranker's logits; None if the folder states none."""
-        return self.head.get("activation_fn")
-
     def adapter(self, model: GraphModel) -> Adapter:
         """Return the adapter for a model, which is not changed.
 
@@ -201,8 +190,8 @@ class AdapterFolder:
         labels = model.config.labels if model.head in ("sequence_classification", "token_classification") else None
         return Adapter(
             self.settings, {path: sites[path] for path in sites if path in found}, parts, own, {},
-            None if labels is None else tuple(labels), self.problem_type, dict(self.values), read_recipe(self.path),
-            self.score_activation,
+            None if labels is None else tuple(labels), self.head.get("problem_type"), dict(self.values),
+            read_recipe(self.path), self.head.get("activation_fn"),
         )  # fmt: skip
 
     def _virtual(self, model: GraphModel, settings: Prompt | Prefix, problems: list[str]) -> dict[str, Part]:

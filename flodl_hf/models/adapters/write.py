@@ -20,7 +20,7 @@ from flodl_hf.models.adapters.attach import Adapter, Site, adapters_of
 from flodl_hf.models.adapters.folder import HEAD, VIRTUAL, WEIGHTS, prefix_of
 from flodl_hf.models.adapters.fresh import Names
 from flodl_hf.models.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
-from flodl_hf.models.adapters.settings import IA3, Prefix, Prompt
+from flodl_hf.models.adapters.settings import IA3, Prefix, Prompt, fits
 from flodl_hf.models.saving import Contents, model_contents, write_contents
 from flodl_hf.nn.adapter_layers.lora import LoraPart
 from flodl_hf.nn.adapter_layers.prompts import WORDS, PromptPart
@@ -194,7 +194,7 @@ def _ends(model: GraphModel, sites: Mapping[str, Site]) -> list[str]:
     for path in sites:
         pieces = path.split(".")
         ends = [".".join(pieces[-count:]) for count in range(1, len(pieces) + 1)]
-        found[next((end for end in ends if not any(_means(end, other) for other in others)), path)] = None
+        found[next((end for end in ends if not any(fits(end, other) for other in others)), path)] = None
     return sorted(found)
 
 
@@ -223,7 +223,3 @@ def _all_modules(model: GraphModel) -> list[str]:
 def _module(tensor: str) -> str:
     part = part_of(tensor)
     return (tensor if part is None else part.whole).rpartition(".")[0]
-
-
-def _means(end: str, path: str) -> bool:
-    return path == end or path.endswith("." + end)

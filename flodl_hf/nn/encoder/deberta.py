@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flodl_hf.nn.layers.activations import Activation
@@ -135,19 +134,3 @@ class ConvolvedLayer(EncoderLayer):
     def forward(self, hidden: Tensor, layout: Layout, **given: Any) -> Tensor:
         """Return the layer's states, shaped like ``hidden``."""
         return self.conv(super().forward(hidden, layout, **given), below=hidden, layout=layout)
-
-
-class Shift(nn.Module):
-    """A learned number added to each value of a state.
-
-    Args:
-        size: width of the states.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(size))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return ``hidden`` plus the bias, same shape."""
-        return hidden + self.bias

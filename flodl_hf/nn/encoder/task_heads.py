@@ -6,6 +6,7 @@ Every body is a graph from states to logits with the input ``layout``. States ar
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
@@ -38,6 +39,22 @@ class Squeezed(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Return ``(...)`` of ``(..., 1)``."""
         return hidden.squeeze(-1)
+
+
+class Shift(nn.Module):
+    """A learned number added to each value of a state.
+
+    Args:
+        size: width of the states.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return ``hidden`` plus the bias, same shape."""
+        return hidden + self.bias
 
 
 def linear(hidden_size: int, num_labels: int, dropout: float | None, name: str = "classifier") -> Graph:
@@ -119,6 +136,28 @@ def lm(hidden_size: int, embedding_size: int, vocab_size: int, activation: str, 
         .through(Activation(activation), name="activation")
         .through(nn.LayerNorm(embedding_size, eps=norm_eps), name="norm")
         .through(nn.Linear(embedding_size, vocab_size), name="decoder")
+        .build()
+    )
+
+
+def shifted_lm(hidden_size: int, vocab_size: int, activation: str, norm_eps: float, prefix: str, bias: str) -> Graph:
+    """Return the masked-word head with a bias that is added after the decoder.
+
+    Args:
+        hidden_size: width of the states.
+        vocab_size: scores out.
+        activation: after the projection.
+        norm_eps: of the norm.
+        prefix: of the names of projection, activation and norm.
+        bias: name of the bias.
+    """
+    return (
+        FlowBuilder(nn.Linear(hidden_size, hidden_size), name=f"{prefix}dense")
+        .input("layout")
+        .through(Activation(activation), name=f"{prefix}activation")
+        .through(nn.LayerNorm(hidden_size, eps=norm_eps), name=f"{prefix}norm")
+        .through(nn.Linear(hidden_size, vocab_size, bias=False), name="decoder")
+        .through(Shift(vocab_size), name=bias)
         .build()
     )
 

@@ -24,7 +24,7 @@ from flodl_hf.checkpoints.weights.checkpoint.manifest import (
     parse_index,
 )
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, inside
-from flodl_hf.checkpoints.weights.checkpoint.shard import SafetensorsShard, Shard
+from flodl_hf.checkpoints.weights.checkpoint.shard import Shard
 from flodl_hf.checkpoints.weights.file_names import BIN, BIN_INDEX, SAFETENSORS, SAFETENSORS_INDEX
 from flodl_hf.errors import MissingWeightsError
 
@@ -232,7 +232,7 @@ def _open_shard(folder: Folder, name: str, stack: ExitStack) -> Shard:
 
         shard: Shard = BinShard(descriptor, name, where)
     else:
-        shard = SafetensorsShard(descriptor, name, where)
+        shard = Shard(descriptor, name, where)
     stack.callback(shard.close)
     shard.parse()
     return shard

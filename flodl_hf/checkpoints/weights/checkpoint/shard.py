@@ -1,7 +1,4 @@
-"""One opened weight file: its header and its tensors, copied or mapped.
-
-Decides the interface that a safetensors file and a ``.bin`` file share.
-"""
+"""One opened weight file: its header and its tensors, copied or mapped."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from flodl_hf.checkpoints.weights.prefetch import Extent, cut, extents_of, fill,
 
 
 class Shard:
-    """An open weight file; `parse` comes first and reads no weights.
+    """An open safetensors file; `parse` comes first and reads no weights. Torch files are a subclass.
 
     Args:
         descriptor: the open file, which the shard closes.
@@ -41,14 +38,7 @@ class Shard:
         self.ties: Mapping[str, str] = {}
         self._where = where
         self._descriptor: int | None = descriptor
-
-    def parse(self) -> None:
-        """Read and check everything but the weights."""
-        raise NotImplementedError
-
-    def read(self, names: Sequence[str], *, mapped: bool = False) -> list[Tensor]:
-        """Return the tensors of ``names``, in that order, copied or mapped."""
-        raise NotImplementedError
+        self._extents: dict[str, Extent] = {}
 
     def close(self) -> None:
         """Release the file; closing twice is harmless."""
@@ -64,14 +54,6 @@ class Shard:
                 problems=["closed"],
             )
         return self._descriptor
-
-
-class SafetensorsShard(Shard):
-    """An open safetensors file."""
-
-    def __init__(self, descriptor: int, name: str, where: str) -> None:
-        super().__init__(descriptor, name, where)
-        self._extents: dict[str, Extent] = {}
 
     def parse(self) -> None:
         """Read and check the header.
