@@ -17,7 +17,7 @@ from flodl.train.trackers import Tracker
 from flodl.verbosity import Verbosity, verbosity
 
 
-class Audience:
+class Audience(ExitStack):
     """The subscribers of one run in this process; a context manager that closes them.
 
     Args:
@@ -33,18 +33,19 @@ class Audience:
     def __init__(
         self, settings: Settings, subscribers: Sequence[Any] = (), *, first: bool, total: int | None = None
     ) -> None:
-        self.settings, self._stack = settings, ExitStack()
+        super().__init__()
+        self.settings = settings
         added: list[Any] = settings.made_trackers() if first else []
         for tracker in added:
             if isinstance(tracker, Tracker):
-                self._stack.callback(tracker.end)
+                self.callback(tracker.end)
         self.monitor: Any = _monitor_of(settings) if first else None
         if self.monitor is not None:
             added.append(self.monitor)
         self.needs_all_events = bool(subscribers or added)
         if first and settings.progress is not False:
             added.append(shown := ShowProgress(settings.progress, total=total))
-            self._stack.callback(shown.close)
+            self.callback(shown.close)
         self.subscribers = [*subscribers, *((call, ()) for call in added)]
 
     def listen(self, bus: events.Events, ask: Callable[[str], Any], *, evaluates: bool) -> None:
@@ -55,15 +56,11 @@ class Audience:
             evaluate, save = ["evaluate"] * evaluates, ["save"] * (self.settings.folder is not None)
             self.monitor.enable_control([*evaluate, *save, "stop"], ask)
 
-    def __enter__(self) -> Audience:
-        """Return self."""
-        return self
-
     def __exit__(self, *error: Any) -> None:
         """Close progress and trackers; the monitor shows an error of the run."""
         if self.monitor is not None and isinstance(error[1], Exception):
             self.monitor.failed(f"{type(error[1]).__name__}: {error[1]}")
-        self._stack.close()
+        super().__exit__(*error)
 
 
 def _monitor_of(settings: Settings) -> Any:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from flodl.distributed.group import Ranks
 from flodl.distributed.rounds import Knobs
 from flodl.train.callback import Callback, CheckpointFunction, EpochFunction
+from flodl.train.handle import Handle, Trained
 from flodl.train.settings import ALIASES, Settings, make_settings
-
-if TYPE_CHECKING:
-    from flodl.distributed.group import Ranks
-    from flodl.train.handle import Handle, Trained
-    from flodl.train.trials import RateSearch, Rehearsal
-
+from flodl.train.trials import RateSearch, Rehearsal
 
 OPTIONS = {*Settings.__dataclass_fields__, *Knobs.__dataclass_fields__, *ALIASES} - {"knobs"}
 # Methods with other arguments than the setting of the same name.

@@ -160,7 +160,7 @@ class Handle:
                 on_message=self._on_message,
             )
         except BaseException:
-            self._audience.__exit__()
+            self._audience.close()
             raise
 
     def svg(self) -> str:

@@ -199,10 +199,7 @@ class Observing:
             for group in self._optimizer.param_groups:
                 if group["params"] and all(id(p) in chosen for p in group["params"]):
                     group["lr_scale"] = group.get("lr_scale", 1.0) * rule.scale
-                    if isinstance(group["lr"], torch.Tensor):
-                        group["lr"].mul_(rule.scale)
-                    else:
-                        group["lr"] = group["lr"] * rule.scale
+                    group["lr"] *= rule.scale  # in place if it is a tensor
 
     # ---- checkpoints ---------------------------------------------------------------------------------
 

@@ -135,9 +135,7 @@ def backward(trainer: Any, loss: Any, count: float | None = None) -> None:
     if own.had_backward or own.position is None:
         problem = "a second call for one batch, or no batch; expected one call for each batch of batches()"
     elif part.total is None and _has_gradients(trainer):
-        problem = (
-            "gradients of loss.backward(), whose number of samples is unknown; expected trainer.backward(loss) only"
-        )
+        problem = "gradients of loss.backward(), of an unknown number of samples; expected only trainer.backward(loss)"
     if problem is not None:
         raise TrainError(f"backward: found {problem}. Add losses: trainer.backward(first + second).")
     own.had_backward = True

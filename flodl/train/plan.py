@@ -26,8 +26,6 @@ from flodl.train.saving.state import check_same_model, seed_all
 from flodl.train.settings import Settings, check_settings
 from flodl.train.step.host import TrainStep
 
-Subscription = tuple[Callable[[Any], Any], tuple[type[Event], ...]]
-
 
 @dataclass(frozen=True)
 class GivenModel:
@@ -63,8 +61,7 @@ def model_factory_of(model: Any) -> Callable[[torch.device], nn.Module]:
         fits = True
     if not fits:
         raise TrainError(
-            f"model: found {name}; expected a model, or a function of the device: lambda device: ...",
-            found=name,
+            f"model: found {name}; expected a model, or a function of the device: lambda device: ...", found=name
         )
     return model
 
@@ -99,7 +96,7 @@ class RunPlan:
     eval_fn: Callable[[nn.Module], Mapping[str, Any]] | None = None
     functions: tuple[Callback, ...] = ()
     metrics_fn: Callable[[EpochMetrics], Any] | None = None
-    subscribers: tuple[Subscription, ...] = ()
+    subscribers: tuple[tuple[Callable[[Any], Any], tuple[type[Event], ...]], ...] = ()
     total: int | None = None
     listening: str = ""
     start: str = "spawn"

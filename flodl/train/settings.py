@@ -67,8 +67,6 @@ def _is_monitor(value: Any) -> bool:
     return isinstance(value, Monitor)
 
 
-_FUNCTION = of_kind("a function of the model", callable)
-_NAMED = of_kind("a map of names to values", lambda value: isinstance(value, Mapping) and all(map(text.fits, value)))
 _TEXTS = listed("a list of texts", text.fits)
 _DEVICES = of_kind(
     "a number of devices, names of devices, or 'auto'",
@@ -94,7 +92,7 @@ VALUES: Mapping[str, Values] = {
     "max_grad_norm": number(above=0) | None,
     "ema": number(above=0, below=1) | of_kind("Ema(decay)", lambda value: isinstance(value, Ema)) | None,
     "lr_scale_ratio": number(),
-    **dict.fromkeys(("prepare_model", "parameter_groups"), _FUNCTION | None),
+    **dict.fromkeys(("prepare_model", "parameter_groups"), of_kind("a function of the model", callable) | None),
     "schedule": of_kind(
         "a function of the step that returns a factor, a torch LRScheduler, or an object with lr(step)",
         lambda value: callable(value) or callable(getattr(value, "lr", None)) or callable(getattr(value, "step", None)),
@@ -105,7 +103,7 @@ VALUES: Mapping[str, Values] = {
     "save_end": truth | replace(number(least=0), expected="seconds of 0 or more"),
     "keep_best": text | None,
     "early_stopping": pair("a metric and a patience, such as ('accuracy', 3)", text, whole(1)) | None,
-    "identity": _NAMED,
+    "identity": of_kind("a map of names to values", lambda v: isinstance(v, Mapping) and all(map(text.fits, v))),
     **dict.fromkeys(("allow_change", "watch"), _TEXTS),
     "callbacks": listed(
         "instances of flodl.train.Callback; pass functions that read events to subscribe()",
@@ -323,10 +321,7 @@ def check_settings(settings: Settings, *, world: int = 1, run: Any = None, own_l
     Raises:
         TrainError: ``problems`` lists all faults.
     """
-    problems = [
-        *_policy_faults(settings, world),
-        *([] if settings.shard is None else _shard_faults(settings, run)),
-    ]
+    problems = [*_policy_faults(settings, world), *(_shard_faults(settings, run) if settings.shard else [])]
     wanted = {"early_stopping": settings.early_stopping and settings.early_stopping[0], "keep_best": settings.keep_best}
     for name, metric in wanted.items():
         if metric and run is not None and not run.evaluates:

@@ -339,15 +339,10 @@ def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def event_after(values: Iterable[object]) -> torch.cuda.Event | None:
-    """Return an event after which the tensors among ``values`` are complete; None if none is on CUDA."""
+def event_after(values: Iterable[object]) -> Any:
+    """Return a CUDA event after which the tensors among ``values`` are complete; None if none is on CUDA."""
     device = next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)
-    if device is None:
-        return None
-    with torch.cuda.device(device):
-        event = torch.cuda.Event()
-        event.record()
-    return event
+    return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
 def on_host(tensors: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -75,8 +75,7 @@ class _Captures:
         num_captured: number of captures so far.
     """
 
-    most: int
-    what: str
+    most, what = MOST_GRAPHS, "steps"
 
     def __init__(self, device: Any, compute: Callable[..., Outcome], capturer: CudaCapturer | None) -> None:
         self.device, self.compute = device, compute
@@ -177,8 +176,6 @@ class _Captures:
 
 class StepCaptures(_Captures):
     """Captured graphs of this rank's part of a step, by the structure of its batches."""
-
-    most, what = MOST_GRAPHS, "steps"
 
     def __init__(self, *args: Any) -> None:
         self._full = False

@@ -174,10 +174,9 @@ def _tried(device: torch.device) -> str | None:
         for turn, make in enumerate((graphs[0].replay, produce, graphs[0].replay), start=1):
             with torch.cuda.stream(streams[0]):
                 make()
-            done = torch.cuda.Event()
             with torch.cuda.stream(streams[1]):
                 graphs[1].replay()
-                done.record()
+            done = streams[1].record_event()
             until = time.monotonic() + PATIENCE_S
             while not done.query():
                 if time.monotonic() > until:

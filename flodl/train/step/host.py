@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,9 +95,7 @@ class HostStep:
         self.hooks: Hooks | None = None
         self.watching: Watching | None = None
         self.sums = GradientSum(self.ranks, model, on_cpu=reduce_on_cpu)
-        self.buffers: BufferMean | None = None
-        if self.share_gradients and any(True for _ in model.buffers()):
-            self.buffers = BufferMean(self.ranks, model)
+        self.buffers = BufferMean(self.ranks, model) if self.share_gradients and [*model.buffers()] else None
         self.timer = StepTimer(self.ranks.device, slowdown=slowdown)
         self.arrived: Callable[[], bool] = lambda: False
         self.runner: Callable[[Sequence[Any], int, Sequence[float]], StepResult] | None = None
@@ -381,19 +378,17 @@ class StepTimer:
     Args:
         device: the device that computes.
         slowdown: factor by which the measured time is stretched by sleeping.
-        event: creates a timing event; `torch.cuda.Event` by default.
 
     Attributes:
         is_plain: True if the time of the host's clock counts, without a slowdown.
         ms: milliseconds measured by the host's clock since the last `take`.
     """
 
-    def __init__(self, device: torch.device, *, slowdown: float = 1.0, event: Callable[[], Any] | None = None) -> None:
+    def __init__(self, device: torch.device, *, slowdown: float = 1.0) -> None:
         self.device, self.slowdown = device, slowdown
         self._cuda = device.type == "cuda"
         self._events = self._cuda and slowdown <= 1
         self.is_plain = not self._cuda and slowdown <= 1
-        self._event = event or partial(torch.cuda.Event, enable_timing=True)
         self._spans: list[tuple[Any, Any]] = []
         self._previous: list[tuple[Any, Any]] = []
         self.ms = self._start = 0.0
@@ -402,7 +397,7 @@ class StepTimer:
     def __enter__(self) -> None:
         """Start to measure."""
         if self._events:
-            self._mark = self._event()
+            self._mark = torch.cuda.Event(enable_timing=True)
             self._mark.record()
             return
         if self._cuda:
@@ -412,7 +407,7 @@ class StepTimer:
     def __exit__(self, *error: object) -> None:
         """Add the time since `__enter__`; with the slowdown unless an error or another object is given."""
         if self._events:
-            end = self._event()
+            end = torch.cuda.Event(enable_timing=True)
             end.record()
             self._spans.append((self._mark, end))
             return

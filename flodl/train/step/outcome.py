@@ -133,10 +133,8 @@ class StepResult:
     def add_metrics(self, metrics: Mapping[str, tuple[float, float]]) -> None:
         """Store metrics, and values collected inside the model."""
         for name, pair in metrics.items():
-            if name[:1] == OBSERVED:
-                self.observed[name[1:]] = pair
-            else:
-                self.metrics[name] = pair
+            values = self.observed if name[:1] == OBSERVED else self.metrics
+            values[name.removeprefix(OBSERVED)] = pair
 
 
 def outcome_of(pair: torch.Tensor, metrics: Metrics, lacking: tuple[int, ...] = ()) -> Outcome:
