@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from flodl.errors import FlodlError
+from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.shared_counters import SharedCounters
 
@@ -27,12 +27,6 @@ CHARACTERS_PER_TOKEN = 4.0
 LOAD_THRESHOLD, OVERLOAD_GRACE_S = 0.25, 1.0
 # Batches that keep a device busy; a queue of fewer requests than MIN_QUEUE is not overloaded.
 BUSY_BATCHES, MIN_QUEUE = 4, 8
-
-
-class OverloadedError(FlodlError):
-    """A request that is refused because of load; ``after_s`` is the time to retry."""
-
-    after_s: float
 
 
 def key_id(keys: Sequence[str], given: str | None) -> str | None:
@@ -146,7 +140,7 @@ class Admission:
             left_s: time to its deadline; a request that cannot finish by then is refused.
 
         Raises:
-            OverloadedError: a limit is reached.
+            RefusedError: a limit is reached; ``after_s`` is the time to retry.
         """
         others, wait, longest = self.inside, 0.0, math.inf
         if others:
@@ -163,7 +157,7 @@ class Admission:
             if self.settings.max_key_tokens is not None:
                 with self.counters.exclusive_lock():
                     self._take_from_token_bucket(key, tokens, self.settings.max_key_tokens)
-        except OverloadedError:
+        except RefusedError:
             self.count(key, -1, -tokens)
             raise
         return _Inside(self, key, tokens)
@@ -194,9 +188,9 @@ class Admission:
             )
         self.counters.spend(key, now + (most - left + tokens) * 60 / most)
 
-    def _refused(self, why: str, after_s: float | None = None) -> OverloadedError:
+    def _refused(self, why: str, after_s: float | None = None) -> RefusedError:
         after = math.ceil(max(1.0, min(60.0, self.wait_s / 2 if after_s is None else after_s)))
-        return OverloadedError(f"too many requests: {why}. Retry in {after} s.", after_s=float(after))
+        return RefusedError(f"too many requests: {why}. Retry in {after} s.", "overloaded", after_s=float(after))
 
 
 class _Inside:

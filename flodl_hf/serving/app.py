@@ -105,9 +105,9 @@ def new_state(
     """
     metrics = Metrics()
     admission = Admission(settings, counters)
-    queue, fill = metrics.counter("flodl_queue_tokens"), metrics.counter("flodl_batch_fill")
-    sizes, lengths = metrics.histogram("te_batch_next_size"), metrics.histogram("te_batch_next_tokens")
-    times = metrics.histogram("flodl_batch_seconds")
+    queue, fill = metrics.metric("flodl_queue_tokens"), metrics.metric("flodl_batch_fill")
+    sizes, lengths = metrics.metric("te_batch_next_size"), metrics.metric("te_batch_next_tokens")
+    times = metrics.metric("flodl_batch_seconds")
 
     def on_batches(ran: list[Any], queued: int) -> None:
         queue.value = queued

@@ -11,9 +11,14 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from flodl_hf.serving.log import log_event
+
+if TYPE_CHECKING:
+    from flodl_hf.serving.routes.route import AppState, Request, Route
 
 LOG = logging.getLogger("flodl_hf.serving")
 
@@ -71,6 +76,20 @@ class Counter:
     def __init__(self, value: float = 0.0) -> None:
         self.value = value
 
+    def add(self, value: float) -> None:
+        """Add a value."""
+        self.value += value
+
+    take = add
+
+    def dump(self) -> list[Any]:
+        """Return the arguments of `take`."""
+        return [self.value]
+
+    def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
+        """Return the lines of Prometheus' text format."""
+        return [f"{name}{_braced(labels)} {_number(self.value)}"]
+
 
 class Histogram:
     """Counts of values up to each of some bounds."""
@@ -86,6 +105,23 @@ class Histogram:
         """Add a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def take(self, counts: Sequence[int], total: float) -> None:
+        """Add the values of another histogram."""
+        self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
+        self.sum += total
+
+    def dump(self) -> list[Any]:
+        """Return the arguments of `take`."""
+        return [self.counts, self.sum]
+
+    def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
+        """Return the lines of Prometheus' text format."""
+        bounds = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
+        totals = list(accumulate(self.counts))
+        found = [f"{name}_bucket{_braced({**labels, 'le': b})} {n}" for b, n in zip(bounds, totals, strict=True)]
+        end = _braced(labels)
+        return [*found, f"{name}_sum{end} {_number(self.sum)}", f"{name}_count{end} {totals[-1]}"]
 
 
 class Rate:
@@ -116,46 +152,31 @@ class Metrics:
     """All metrics of a process."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, dict[Labels, Counter]] = {}
-        self._histograms: dict[str, dict[Labels, Histogram]] = {}
+        self._metrics: dict[str, dict[Labels, Counter | Histogram]] = {}
         self.operations = Rate()
         """Rate of operations of the encoders' projections."""
         self.last_batch = 0.0
         """Time of the last batch, by ``time.monotonic``."""
 
-    def counter(self, name: str, **labels: str) -> Counter:
-        """Return a counter; callers keep it if they count often."""
-        counters = self._numbers.setdefault(name, {})
-        return counters.setdefault(_key(labels), Counter())
-
-    def histogram(self, name: str, **labels: str) -> Histogram:
-        """Return a histogram; callers keep it if they count often."""
-        histograms = self._histograms.setdefault(name, {})
-        key = _key(labels)
-        if key not in histograms:
-            histograms[key] = Histogram(_KNOWN[name][2])
-        return histograms[key]
+    def metric(self, name: str, **labels: str) -> Any:
+        """Return a counter, gauge or histogram; callers keep it if they count often."""
+        return self._metrics.setdefault(name, {}).setdefault(tuple(sorted(labels.items())), _made(name))
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
-        """Add to a counter."""
-        self.counter(name, **labels).value += value
+        """Add to a metric."""
+        self.metric(name, **labels).add(value)
 
     def set(self, name: str, value: float) -> None:
         """Set a gauge."""
-        self._numbers[name] = {(): Counter(value)}
+        self._metrics[name] = {(): Counter(value)}
 
     def dump(self) -> dict[str, Any]:
         """Return all metrics as JSON types, for `merged`."""
         return {
             "last_batch": self.last_batch,
             "operations": self.operations.now(),
-            "numbers": [
-                [name, labels, held.value] for name, by in self._numbers.items() for labels, held in by.items()
-            ],
-            "histograms": [
-                [name, labels, held.counts, held.sum]
-                for name, by in self._histograms.items()
-                for labels, held in by.items()
+            "metrics": [
+                [name, labels, *metric.dump()] for name, by in self._metrics.items() for labels, metric in by.items()
             ],
         }
 
@@ -168,33 +189,20 @@ class Metrics:
         later = dump["last_batch"] >= self.last_batch
         self.last_batch = max(self.last_batch, dump["last_batch"])
         self.operations.add(dump["operations"] * self.operations.over_s)
-        for name, labels, value in dump["numbers"]:
-            held = self.counter(name, **dict(labels))
-            if _KNOWN[name][0] == "counter":
-                held.value += value
+        for name, labels, *values in dump["metrics"]:
+            metric = self.metric(name, **dict(labels))
+            if _KNOWN[name][0] != "gauge":
+                metric.take(*values)
             elif later:
-                held.value = value
-        for name, labels, counts, total in dump["histograms"]:
-            found = self.histogram(name, **dict(labels))
-            found.counts = [mine + more for mine, more in zip(found.counts, counts, strict=True)]
-            found.sum += total
+                metric.value = values[0]
 
     def text(self) -> str:
         """Return all metrics in Prometheus' text format (version 0.0.4)."""
         lines: list[str] = []
-        for name, (kind, summary, bounds) in _KNOWN.items():
+        for name, (kind, summary, _) in _KNOWN.items():
             lines += [f"# HELP {name} {summary}", f"# TYPE {name} {kind}"]
-            if kind != "histogram":
-                for labels, held in self._numbers.get(name, {} if kind == "counter" else {(): Counter()}).items():
-                    lines.append(f"{name}{_braced(dict(labels))} {_number(held.value)}")
-                continue
-            for labels, found in self._histograms.get(name, {(): Histogram(bounds)}).items():
-                total = 0
-                for bound, count in zip([*(f"{b:g}" for b in bounds), "+Inf"], found.counts, strict=True):
-                    total += count
-                    lines.append(f"{name}_bucket{_braced({**dict(labels), 'le': bound})} {total}")
-                lines.append(f"{name}_sum{_braced(dict(labels))} {_number(found.sum)}")
-                lines.append(f"{name}_count{_braced(dict(labels))} {total}")
+            for labels, metric in self._metrics.get(name, {} if kind == "counter" else {(): _made(name)}).items():
+                lines += metric.lines(name, dict(labels))
         return "\n".join(lines) + "\n"
 
 
@@ -210,8 +218,9 @@ def merged(dumps: Iterable[Mapping[str, Any]]) -> Metrics:
     return whole
 
 
-def _key(labels: Mapping[str, str]) -> Labels:
-    return tuple(sorted(labels.items()))
+def _made(name: str) -> Counter | Histogram:
+    kind, _, bounds = _KNOWN[name]
+    return Histogram(bounds) if kind == "histogram" else Counter()
 
 
 def _braced(labels: Mapping[str, str]) -> str:
@@ -230,22 +239,6 @@ def _escaped(value: str) -> str:
 # ---- requests -----------------------------------------------------------------------------------------
 
 
-class Counted(Protocol):
-    """Counts of a request; implemented by `flodl_hf.serving.routes.route.Request`."""
-
-    model: str
-    texts: int
-    tokens: int
-    windows: int
-    dropped: int
-    waited_s: float
-    tokenized_s: float
-    inferred_s: float
-    key: str
-    fields: Mapping[str, Any]
-    trace: Any
-
-
 _WORDS = (("embed", "te_embed_count"), ("rerank", "te_rerank_count"), ("predict", "te_predict_count"))
 
 
@@ -257,22 +250,18 @@ class RequestMetrics:
         route: the route.
     """
 
-    def __init__(self, state: Any, route: Any) -> None:
+    def __init__(self, state: AppState, route: Route) -> None:
         self.state, self.route = state, route
-        self._metrics: Metrics = state.metrics
-        self._arrived: Counter | None = None
-        self._succeeded: Counter | None = None
-        self._seconds: Histogram | None = None
-        self._of_status: dict[tuple[str, int], Counter] = {}
-        self._of_model: dict[str, _ModelMetrics] = {}
+        metric = state.metrics.metric
+        self._of_route = cache(lambda name: metric(name, method=route.path))
+        self._of_status = cache(lambda model, status: metric("flodl_requests_total", model=model, status=str(status)))
+        self._of_model = cache(self._model_metrics)
 
     def started(self) -> None:
         """Count a received request."""
-        if self._arrived is None:
-            self._arrived = self._metrics.counter("te_request_count", method=self.route.path)
-        self._arrived.value += 1
+        self._of_route("te_request_count").add(1)
 
-    def finished(self, request: Counted | None, status: int, word: str, seconds: float) -> None:
+    def finished(self, request: Request | None, status: int, word: str, seconds: float) -> None:
         """Count a finished request.
 
         Args:
@@ -281,30 +270,18 @@ class RequestMetrics:
             word: kind of the error, or "".
             seconds: total time.
         """
-        metrics, path = self._metrics, self.route.path
-        if self._succeeded is None or self._seconds is None:
-            self._succeeded = metrics.counter("te_request_success", method=path)
-            self._seconds = metrics.histogram("te_request_duration", method=path)
-        if status == 200:
-            self._succeeded.value += 1
-        else:
-            metrics.add("te_request_failure", err=word)
-        self._seconds.add(seconds)
+        self._of_route("te_request_success").add(status == 200)
+        if status != 200:
+            self.state.metrics.add("te_request_failure", err=word)
+        self._of_route("te_request_duration").add(seconds)
         if request is not None and request.model:
-            counter = self._of_status.get((request.model, status))
-            if counter is None:
-                counter = metrics.counter("flodl_requests_total", model=request.model, status=str(status))
-                self._of_status[request.model, status] = counter
-            counter.value += 1
+            self._of_status(request.model, status).add(1)
             if status == 200:
-                answered = self._of_model.get(request.model)
-                if answered is None:
-                    answered = self._of_model[request.model] = _ModelMetrics(self.state, path, request.model)
-                answered.add(request, seconds)
+                self._succeeded(request, seconds)
         if LOG.isEnabledFor(logging.INFO):
             self._log(request, status, word, seconds)
 
-    def _log(self, request: Counted | None, status: int, word: str, seconds: float) -> None:
+    def _log(self, request: Request | None, status: int, word: str, seconds: float) -> None:
         fields: dict[str, Any] = {"route": self.route.path, "status": status, "ms": round(seconds * 1000, 2)}
         if word:
             fields["why"] = word
@@ -323,38 +300,29 @@ class RequestMetrics:
                 fields["fields"] = dict(request.fields)
         log_event(LOG, "request", fields)
 
-
-class _ModelMetrics:
-    """Metrics of successful requests of one model and route."""
-
-    def __init__(self, state: Any, path: str, model: str) -> None:
-        metrics = state.metrics
-        self._state, self._model = state, model
-        self._seconds = metrics.histogram("flodl_request_seconds", model=model)
-        self._texts = metrics.counter("flodl_texts_total", model=model)
-        self._tokenization = metrics.histogram("te_request_tokenization_duration")
-        self._queue = metrics.histogram("te_request_queue_duration")
-        self._inference = metrics.histogram("te_request_inference_duration")
-        self._length = metrics.histogram("te_request_input_length")
-        self._tokens = metrics.counter("flodl_tokens_total", model=model)
-        self._rows = metrics.counter("flodl_rows_total", model=model)
-        self._operations = metrics.counter("flodl_operations_total", model=model)
-        self._texts_of_kind = [metrics.counter(name) for word, name in _WORDS if word in path]
-
-    def add(self, request: Counted, seconds: float) -> None:
-        self._seconds.add(seconds)
-        self._texts.value += request.texts
-        self._tokenization.add(request.tokenized_s)
-        self._queue.add(request.waited_s)
-        self._inference.add(request.inferred_s)
-        self._length.add(request.tokens)
-        self._tokens.value += request.tokens
-        self._rows.value += request.windows
-        for counter in self._texts_of_kind:
-            counter.value += request.texts
-        if (info := self._state.workers.models.get(self._model)) is not None:
-            operations = request.tokens * info["operations"]
-            self._operations.value += operations
-            self._state.metrics.operations.add(operations)
+    def _succeeded(self, request: Request, seconds: float) -> None:
+        info = self.state.workers.models.get(request.model)
+        operations = request.tokens * info["operations"] if info is not None else 0
+        values = (
+            seconds, request.tokenized_s, request.waited_s, request.inferred_s, request.tokens, request.tokens,
+            request.windows, operations,
+        )  # fmt: skip
+        metrics, of_texts = self._of_model(request.model)
+        for metric, value in zip(metrics, values, strict=True):
+            metric.add(value)
+        for metric in of_texts:
+            metric.add(request.texts)
+        self.state.metrics.operations.add(operations)
         if request.dropped:
-            self._state.metrics.add("flodl_dropped_tokens_total", request.dropped, model=self._model)
+            self.state.metrics.add("flodl_dropped_tokens_total", request.dropped, model=request.model)
+
+    def _model_metrics(self, model: str) -> tuple[list[Any], list[Any]]:
+        """Return the metrics of the values of a successful request, and of its number of texts."""
+        metric = self.state.metrics.metric
+        steps = [metric(f"te_request_{step}") for step in (
+            "tokenization_duration", "queue_duration", "inference_duration", "input_length",
+        )]  # fmt: skip
+        totals = [metric(f"flodl_{what}_total", model=model) for what in ("tokens", "rows", "operations")]
+        of_texts = [metric("flodl_texts_total", model=model)]
+        of_texts += [metric(name) for word, name in _WORDS if word in self.route.path]
+        return [metric("flodl_request_seconds", model=model), *steps, *totals], of_texts

@@ -8,6 +8,7 @@ reads, because a woken thread competes for the interpreter, which a single reque
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -21,78 +22,52 @@ def run_threads(read: Callable[[], Any], answer: Callable[[Any, Callable[[], Non
             work. If it is not called, the same thread reads again after the request.
         most: maximum number of threads.
     """
-    _Threads(read, answer, most).run()
+    turn, end, lock = Lock(), Event(), Lock()
+    idle = threads = 0
 
-
-class _Threads:
-    def __init__(self, read: Callable[[], Any], answer: Callable[[Any, Callable[[], None]], None], most: int) -> None:
-        self._read, self._answer, self._most = read, answer, most
-        self._lock = Lock()
-        self._idle: list[Lock] = []
-        self._threads = 0
-        self._vacant = True
-        self._end = Event()
-
-    def run(self) -> None:
-        self._next_reader()
-        self._end.wait()
-
-    def _next_reader(self) -> None:
+    def next_reader() -> None:
         """Let an idle thread read, or a new one; at the maximum, the first thread that finishes."""
-        with self._lock:
-            self._vacant = not self._idle and self._threads >= self._most
-            if self._vacant:
+        nonlocal threads
+        with lock:
+            if idle or threads >= most:
+                turn.release()
                 return
-            if self._idle:
-                self._idle.pop().release()
-                return
-            self._threads += 1
-            Thread(target=self._work, name=f"flodl-hf-request-{self._threads}", daemon=True).start()
+            threads += 1
+        Thread(target=work, name=f"flodl-hf-request-{threads}", daemon=True).start()
 
-    def _work(self) -> None:
-        mine = Lock()
-        mine.acquire()
-        while True:
+    def work() -> None:
+        """Read and answer requests; the thread that reads has the turn."""
+        nonlocal idle
+        while not end.is_set():
+            request, passed_on = None, False
             try:
-                request = self._read()
-            except OSError:
-                request = None
-            except BaseException:
-                self._end.set()  # no thread is left to read the next request
-                raise
+                with suppress(OSError):
+                    request = read()
+            finally:
+                if request is None:  # other sources have their own threads
+                    end.set()
             if request is None:
-                self._ended()
-                return
-            receive_socket = False
+                break
 
             def read_on() -> None:
-                nonlocal receive_socket
-                if not receive_socket:
-                    receive_socket = True
-                    self._next_reader()
+                nonlocal passed_on
+                if not passed_on:
+                    passed_on = True
+                    next_reader()
 
             try:
-                self._answer(request, read_on)
+                answer(request, read_on)
             except BaseException:
                 read_on()
                 raise
-            if not receive_socket:
-                continue
-            with self._lock:
-                if self._end.is_set():
-                    return
-                reads = self._vacant
-                self._vacant = False
-                if not reads:
-                    self._idle.append(mine)
-            if not reads:
-                mine.acquire()
-                if self._end.is_set():
-                    return
+            if passed_on:
+                with lock:
+                    idle += 1
+                turn.acquire()
+                with lock:
+                    idle -= 1
+        turn.release()  # the idle threads end one after another
 
-    def _ended(self) -> None:
-        """End the idle threads; other sources have their own threads."""
-        with self._lock:
-            self._end.set()
-            while self._idle:
-                self._idle.pop().release()
+    turn.acquire()
+    next_reader()
+    end.wait()

@@ -17,19 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from flodl.errors import FlodlError
+from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.settings import Settings
 from flodl_hf.workers.ipc import Link
 
 # Workers report timeouts themselves. Requests of a worker that reports nothing fail after this additional time, checked
 # in this interval.
 GRACE_S, LOOK_S = 1.0, 0.5
-
-
-class TaskError(FlodlError):
-    """A request that a worker did not answer; ``kind`` is the reason."""
-
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -59,11 +53,11 @@ class _Pending:
     open: bool = True
     """Whether the worker may still process it."""
 
-    def done(self, answer: Answer | TaskError) -> None:
+    def done(self, answer: Answer | RefusedError) -> None:
         self.open = False
         if self.answer.done():
             return
-        if isinstance(answer, TaskError):
+        if isinstance(answer, RefusedError):
             self.answer.set_exception(answer)
         else:
             self.answer.set_result(answer)
@@ -163,7 +157,7 @@ class Workers:
     def ended(self, worker: Worker) -> None:
         """Fail the requests of a worker that ended."""
         for asked in worker.asked.values():
-            asked.done(TaskError(_ENDED, kind="ended"))
+            asked.done(_refused("ended"))
         self._every.discard(worker)
         if worker in self._active:
             # Immediately, so that new requests wait for another worker.
@@ -206,7 +200,7 @@ class Workers:
             traced: whether to return a timeline.
 
         Raises:
-            TaskError: the request was refused or too late, or its worker ended.
+            RefusedError: the request was refused or too late, or its worker ended.
         """
         worker = self._least() or await self._free(until)
         loop = asyncio.get_running_loop()
@@ -229,8 +223,7 @@ class Workers:
                     await worker.link.room()
             return await asked.answer
         except (TimeoutError, OSError) as fault:
-            late = isinstance(fault, TimeoutError)
-            raise TaskError(_LATE if late else _ENDED, kind="deadline" if late else "ended") from None
+            raise _refused("deadline" if isinstance(fault, TimeoutError) else "ended") from None
         finally:
             worker.load -= weight
             del worker.asked[number]
@@ -249,9 +242,9 @@ class Workers:
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
                 await self._ready.wait()
         except TimeoutError:
-            raise TaskError(_LATE, kind="deadline") from None
+            raise _refused("deadline") from None
         if (worker := self._least()) is None:
-            raise TaskError(_ENDED, kind="ended")
+            raise _refused("ended")
         return worker
 
     def _look(self) -> None:
@@ -260,7 +253,7 @@ class Workers:
         every = [asked for worker in self._every for asked in worker.asked.values()]
         for asked in every:
             if now > asked.until and not asked.answer.done():
-                asked.answer.set_exception(TaskError(_LATE, kind="deadline"))
+                asked.answer.set_exception(_refused("deadline"))
         self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look) if every else None
 
     def answered(self, worker: Worker, message: dict[str, Any], arrays: list[np.ndarray]) -> None:
@@ -278,13 +271,15 @@ class Workers:
         if asked is None:
             return
         if (fault := message.get("fault")) is not None:
-            asked.done(TaskError(fault["message"], kind=fault["kind"]))
+            asked.done(RefusedError(fault["message"], fault["kind"]))
             return
         asked.done(Answer(message, arrays))
 
 
-_LATE = "the request timed out. Send fewer texts, or allow more time."
-_ENDED = "the worker process ended. Retry; another worker replaces it."
+def _refused(kind: str) -> RefusedError:
+    if kind == "ended":
+        return RefusedError("the worker process ended. Retry; another worker replaces it.", kind, after_s=1.0)
+    return RefusedError("the request timed out. Send fewer texts, or allow more time.", kind)
 
 
 def _load(worker: Worker) -> int:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from flodl.errors import nearest, shown
-from flodl_hf.serving.admission import Admission, OverloadedError, count_characters
+from flodl_hf.serving.admission import Admission, count_characters
 from flodl_hf.serving.http_errors import RefusedError, Style
 from flodl_hf.serving.metrics import Metrics
 from flodl_hf.serving.routes.fields import Field
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.traces import Trace, Traces
-from flodl_hf.serving.workers import Answer, TaskError, Workers
+from flodl_hf.serving.workers import Answer, Workers
 
 CollectMetrics = Callable[[], Awaitable[tuple[Metrics, int, int]]]
 
@@ -204,23 +204,12 @@ class Request:
             raise RefusedError(
                 f"the inputs have about {weight} tokens, expected at most {settings.max_tokens} in a request", "limit"
             )
-        try:
-            with admission.admit(self.key, weight, self.until - time.monotonic()):
-                found = await state.workers.ask(
-                    task,
-                    self.model,
-                    items,
-                    options or {},
-                    key=self.key,
-                    until=self.until,
-                    weight=weight,
-                    priority=self.priority,
-                    traced=self.trace is not None and self.trace.recording,
-                )
-        except OverloadedError as fault:
-            raise RefusedError(fault.message, "overloaded", after_s=fault.after_s) from None
-        except TaskError as fault:
-            raise RefusedError(fault.message, fault.kind, after_s=1.0 if fault.kind == "ended" else None) from None
+        traced = self.trace is not None and self.trace.recording
+        with admission.admit(self.key, weight, self.until - time.monotonic()):
+            found = await state.workers.ask(
+                task, self.model, items, options or {},
+                key=self.key, until=self.until, weight=weight, priority=self.priority, traced=traced,
+            )  # fmt: skip
         message = found.message
         if self.trace is not None:
             self.trace.add_steps(message.get("timeline", ()))

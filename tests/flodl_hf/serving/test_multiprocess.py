@@ -35,7 +35,8 @@ from test_operation import (  # noqa: F401
     test_too_many_are_refused_at_once_and_the_rest_answered,
 )
 
-from flodl_hf.serving.admission import Admission, OverloadedError
+from flodl_hf.serving.admission import Admission
+from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.metrics import Metrics, merged
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings, served
@@ -66,18 +67,18 @@ def test_limits_count_what_all_processes_have() -> None:
     one.counters.calm = time.monotonic()
     with one.admit("a", 10):
         assert (other.inside, other.tokens, other.counters.tokens_of_key("a")) == (1, 10, 10)
-        with other.admit("a", 20), pytest.raises(OverloadedError, match="2 concurrent requests of this key"):
+        with other.admit("a", 20), pytest.raises(RefusedError, match="2 concurrent requests of this key"):
             one.admit("a", 1)
         with other.admit("b", 30), one.admit("b", 40):
             assert sorted(one.counters.tokens_of_others("a")) == [70]
-            with pytest.raises(OverloadedError, match="3 concurrent requests"):
+            with pytest.raises(RefusedError, match="3 concurrent requests"):
                 other.admit("a", 1)
             other.rate = 10.0
             # Who asks for much waits for no more of others than it has itself.
             assert other.wait_of("a", 5) == pytest.approx((10 + 15) / 10)
     assert (one.inside, one.tokens) == (0, 0)
     other.rate = 0.0
-    with one.admit("b", 500), pytest.raises(OverloadedError, match="used its 600 tokens"):
+    with one.admit("b", 500), pytest.raises(RefusedError, match="used its 600 tokens"):
         other.admit("b", 100)
 
 
@@ -88,7 +89,7 @@ def test_requests_that_come_at_the_same_instant_are_no_more_than_there_may_be(mo
     let_in: list[str] = []
 
     def come(admission: Admission, who: str) -> None:
-        with suppress(OverloadedError):
+        with suppress(RefusedError):
             admission.admit("", 60)
             let_in.append(who)
 
@@ -137,8 +138,8 @@ def test_what_processes_counted_adds_up_and_gauges_are_the_last_that_was_heard()
     each = [Metrics() for _ in range(3)]
     for number, metrics in enumerate(each):
         metrics.add("te_request_count", number + 1, method="/embed")
-        metrics.histogram("te_request_duration", method="/embed").add(0.02 * 10**number)
-        metrics.counter("flodl_queue_tokens").value = 100.0 * number
+        metrics.metric("te_request_duration", method="/embed").add(0.02 * 10**number)
+        metrics.metric("flodl_queue_tokens").value = 100.0 * number
         metrics.last_batch = [2.0, 3.0, 1.0][number]
     text = merged(json.loads(json.dumps([metrics.dump() for metrics in each]))).text()
     assert 'te_request_count{method="/embed"} 6' in text

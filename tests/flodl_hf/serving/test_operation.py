@@ -24,7 +24,8 @@ import pytest
 
 from flodl.errors import ConfigError, DeviceError
 from flodl_hf.serving import serve, served
-from flodl_hf.serving.admission import Admission, OverloadedError, key_id
+from flodl_hf.serving.admission import Admission, key_id
+from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.log import Log
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
@@ -287,7 +288,7 @@ def test_keys_are_compared_whole() -> None:
 def test_at_most_max_concurrent_requests_are_admitted() -> None:
     admission = Admission(Settings(models=served(["m"]), max_concurrent=2))
     with admission.admit("", 1), admission.admit("", 1):
-        with pytest.raises(OverloadedError) as refused:
+        with pytest.raises(RefusedError) as refused:
             admission.admit("", 1)
         assert refused.value.after_s >= 1
         assert admission.inside == 2
@@ -299,13 +300,13 @@ def test_what_a_key_may_have() -> None:
     bounds = Settings(models=served(["m"]), max_key_tokens=600, max_key_concurrent=2, max_queue_s=5.0)
     admission = Admission(bounds, SharedCounters("abc"))
     with admission.admit("a", 500):
-        with pytest.raises(OverloadedError) as caught, admission.admit("a", 200):
+        with pytest.raises(RefusedError) as caught, admission.admit("a", 200):
             pass
         assert 1 <= caught.value.after_s <= 11
         with (
             admission.admit("b", 200),
             admission.admit("a", 10),
-            pytest.raises(OverloadedError, match="of this key"),
+            pytest.raises(RefusedError, match="of this key"),
             admission.admit("a", 10),
         ):
             pass
@@ -313,7 +314,7 @@ def test_what_a_key_may_have() -> None:
     admission.rate = 100.0
     with (
         admission.admit("c", 590),
-        pytest.raises(OverloadedError, match=r"takes 5\.9 s"),
+        pytest.raises(RefusedError, match=r"takes 5\.9 s"),
         admission.admit("c", 1),
     ):
         pass
@@ -328,7 +329,7 @@ def test_a_key_waits_for_no_more_of_others_than_it_has_itself() -> None:
         with admission.admit("d", 100):
             assert admission.wait_of("d", 10) == pytest.approx(1.0 + 1.1)
             assert admission.wait_of("e", 50) == pytest.approx(1.0)
-            with pytest.raises(OverloadedError, match=r"takes 2\.1 s"):
+            with pytest.raises(RefusedError, match=r"takes 2\.1 s"):
                 admission.admit("d", 10, left_s=2.0)
             with admission.admit("d", 10, left_s=3.0):
                 pass
@@ -346,7 +347,7 @@ def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> No
     def come(tokens: int = 50) -> bool:
         try:
             inside = admission.admit("", tokens)
-        except OverloadedError:
+        except RefusedError:
             return False
         inside.__enter__()
         entered.append(inside)
