@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,13 @@ def _streamed(data: Any) -> Any:
     return iter(data) if isinstance(data, IterableDataset) else (data[place] for place in range(len(data)))
 
 
+def _each(run: Callable[[Any], Any], texts: Any) -> Any:
+    """Return the result for one text, or an iterator or a list of the results for several."""
+    if isinstance(texts, (str, Mapping)):
+        return run(texts)
+    return map(run, texts) if isinstance(texts, Iterator) else [run(text) for text in texts]
+
+
 def _one(task: str, inputs: tuple[Any, ...]) -> Any:
     if len(inputs) != 1:
         raise PredictError(f"{task}: found {len(inputs)} inputs; expected a text, or a list of texts")
@@ -249,10 +257,7 @@ def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
     texts = _one("text-classification", inputs)
     texts = as_text_list(texts, "text-classification", mapping=True)
     single = isinstance(texts, (str, Mapping))
-    if isinstance(texts, Iterator):
-        texts = map(_class_text, texts)
-    else:
-        texts = _class_text(texts) if single else [_class_text(text) for text in texts]
+    texts = _each(_class_text, texts)
     everything = options.pop("return_all_scores", None)
     legacy = "top_k" not in options
     cut = {name: options.pop(name) for name in ("truncation", "max_length") if name in options}
@@ -266,17 +271,14 @@ def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
             if truncated
             else partial(model.predict, compat="transformers", **options)
         )
-        if isinstance(texts, Iterator):
-            found: Any = map(run, texts)
-        else:
-            found = run(texts) if single else [run(text) for text in texts]
+        found: Any = _each(run, texts)
     else:
         found = model.predict(texts, compat="transformers", **options)
     if not legacy or everything:
         return found
     if single:
         return found if isinstance(texts, str) else found[0]
-    return (row[0] for row in found) if isinstance(found, Iterator) else [row[0] for row in found]
+    return _each(itemgetter(0), found)
 
 
 def _class_text(text: Any) -> Any:
@@ -428,10 +430,7 @@ def _filled(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any
         )
     if truncates(cut):
         run = partial(cut_text, model, most=cut.get("max_length") or most_tokens(model))
-        if isinstance(texts, Iterator):
-            texts = map(run, texts)
-        else:
-            texts = run(texts) if isinstance(texts, str) else [run(text) for text in texts]
+        texts = _each(run, texts)
     found = model.fill_mask(texts, compat="transformers", **options)
     return found[0] if isinstance(texts, list) and len(texts) == 1 else found
 
@@ -470,9 +469,7 @@ def _features(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> A
             states = model(**encoded_text(model, text, **given)).last_hidden_state.cpu()
         return states if options.get("return_tensors") else states.tolist()
 
-    if isinstance(texts, str):
-        return run(texts)
-    return map(run, texts) if isinstance(texts, Iterator) else [run(text) for text in texts]
+    return _each(run, texts)
 
 
 _CALLS: dict[str, Callable[..., Any]] = {

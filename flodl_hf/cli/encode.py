@@ -48,19 +48,11 @@ def command(model: str, source: str, out: Path, device: str, json_output: bool, 
     have any number of rows; the same command resumes an interrupted run.
     """
     from flodl_hf.checkpoints.hub.folders import expect_tokenizer
-    from flodl_hf.checkpoints.weights.prefetch import prefetching
-    from flodl_hf.cli.predict import file_to_file
-    from flodl_hf.cli.shared import device_said
+    from flodl_hf.cli.predict import process_file
     from flodl_hf.cli.vectors import check_target
     from flodl_hf.inference.vector_files import SUFFIXES
-    from flodl_hf.jobs import encode_file
 
     check_target(out, SUFFIXES)
     expect_tokenizer(model, "encode")
-    said = replace_aliases(chosen(given, OPTIONS))
-    one = "devices" not in said
-    with prefetching(model, {"device": device if one else None, "weights": given["weights"]}):
-        if one:
-            said["device"] = device_said(device)
-        empty = "they have the vector of an empty text"
-        file_to_file(encode_file, model, source, out, said, json_output, "encoding", empty=empty)
+    said, empty = replace_aliases(chosen(given, OPTIONS)), "they have the vector of an empty text"
+    process_file("encode_file", model, source, out, said, device, json_output, doing="encoding", empty=empty)

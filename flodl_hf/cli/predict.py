@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,11 +136,8 @@ def command(
         _misused("--html draws the answers to texts; it does not support --in and --out")
     if source is not None and out is not None and not text:
         check_places("prediction", {"model": model, "source": source, "out": out})
-        said = {"question": question, "query": query, "head": head}
-        imported, result = _file(model, source, out, {**files, **said, **options}, loading, device, json_output, timing)
-        if timing:
-            load_s = time.perf_counter() - imported - result.seconds
-            say_timing({"import": imported - STARTED, "load": load_s, "predict": result.seconds})
+        said = {**files, "question": question, "query": query, "head": head, **options, **loading}
+        process_file("predict_file", model, source, out, said, device, json_output, timing=timing)
         return
     if source is not None or out is not None:
         _misused(
@@ -179,32 +177,6 @@ def command(
 
         write_page(page, model, drawn)
         say(f"drawn in {page}")
-
-
-def _file(
-    model: str,
-    source: str,
-    out: Path,
-    said: dict[str, Any],
-    loading: dict[str, Any],
-    device: str,
-    json_output: bool,
-    timing: bool,
-) -> tuple[float, FileResult]:
-    """Answer a file into a file or onto standard output, on one device or, with ``devices``, on several.
-
-    Returns:
-        The time when torch was imported, as of ``time.perf_counter()``, or 0.0 without ``timing``; and the result.
-    """
-    one = "devices" not in said
-    with prefetching(model, {"device": device if one else None, "weights": loading.get("weights")}):
-        imported = _import_torch() if timing else 0.0
-        if one:
-            said = {**said, "device": device_said(device)}
-        said |= loading
-        if str(out) == "-":
-            return imported, predict_to_output(model, source, said)
-        return imported, predict_to_file(model, source, out, said, json_output)
 
 
 def _import_torch() -> float:
@@ -325,18 +297,69 @@ def show(found: Any) -> str:
 # ---- files ---------------------------------------------------------------------------------------------
 
 
-def file_to_file(
+def process_file(
+    name: str,
+    model: str,
+    source: str,
+    out: Path,
+    options: dict[str, Any],
+    device: str,
+    json_output: bool,
+    *,
+    doing: str = "predicting",
+    empty: str = "they are answered as empty texts",
+    timing: bool = False,
+) -> None:
+    """Process a file into a file or, as JSON lines, onto standard output; nothing is stored there to resume from.
+
+    Args:
+        name: function of `flodl_hf.jobs`.
+        model: the model.
+        source: the input.
+        out: the output; ``-`` is standard output.
+        options: keywords of the function.
+        device: device of the model, unless ``options`` contains ``devices``.
+        json_output: print the result as JSON.
+        doing: text of the progress bar.
+        empty: what happens to empty texts.
+        timing: print the seconds of each phase.
+    """
+    one = "devices" not in options
+    with prefetching(model, {"device": device if one else None, "weights": options.get("weights")}):
+        imported = _import_torch() if timing else 0.0
+        if one:
+            options = {**options, "device": device_said(device)}
+        from flodl_hf import jobs
+
+        run = partial(_run_file, getattr(jobs, name), model, source, options=options, doing=doing, empty=empty)
+        if str(out) != "-":
+            result = run(out, json_output=json_output)
+        else:
+            with tempfile.TemporaryDirectory(prefix="flodl-hf-") as folder:
+                target = Path(folder) / "answers.jsonl"
+                with redirect_stdout(sys.stderr):
+                    result = run(target, json_output=False, called="standard output")
+                with target.open("rb") as answers:
+                    shutil.copyfileobj(answers, sys.stdout.buffer)
+                sys.stdout.buffer.flush()
+    if timing:
+        load_s = time.perf_counter() - imported - result.seconds
+        say_timing({"import": imported - STARTED, "load": load_s, "predict": result.seconds})
+
+
+def _run_file(
     run: Callable[..., FileResult],
     model: str,
     source: str,
     out: Path,
-    said: dict[str, Any],
+    *,
+    options: dict[str, Any],
     json_output: bool,
     doing: str,
-    empty: str = "they are answered as empty texts",
+    empty: str,
     called: str | None = None,
 ) -> FileResult:
-    """Process a file with ``run`` (`predict_file`, `encode_file`), with a progress bar and exit status by signal.
+    """Process a file with a progress bar and exit status by signal.
 
     ``called`` is the name of the output in messages if it is not its path.
     """
@@ -344,12 +367,11 @@ def file_to_file(
     from flodl_hf.jobs.parts import Parts
     from flodl_hf.jobs.ranks import Rank
 
-    is_first = "devices" in said or Rank.from_env().rank == 0
+    is_first = "devices" in options or Rank.from_env().rank == 0
     with StopSignals() as signals, progress() as bar:
         bar.disable = bar.disable or json_output or not is_first
-        result = run(
-            model, source, out, **said, on_progress=_bar(bar, signals, doing), should_stop=lambda: signals.number != 0
-        )
+        control = {"on_progress": _bar(bar, signals, doing), "should_stop": lambda: signals.number != 0}
+        result = run(model, source, out, **options, **control)
     if is_first and json_output:
         emit_json(result.to_dict())
     elif is_first:
@@ -360,27 +382,6 @@ def file_to_file(
         if is_first:
             say(f"stopped: {result.parts} parts are kept in {out.name}.parts; {Parts(out, '').again} to resume")
         raise typer.Exit(128 + signals.number)
-    return result
-
-
-def predict_to_file(
-    model: str, source: str, out: Path, said: dict[str, Any], json_output: bool, called: str | None = None
-) -> FileResult:
-    """Predict from a file into a file, with a progress bar and exit status by signal."""
-    from flodl_hf.jobs import predict_file
-
-    return file_to_file(predict_file, model, source, out, said, json_output, "predicting", called=called)
-
-
-def predict_to_output(model: str, source: str, said: dict[str, Any]) -> FileResult:
-    """Predict from a file onto standard output, as JSON lines; nothing is stored to resume from."""
-    with tempfile.TemporaryDirectory(prefix="flodl-hf-") as folder:
-        target = Path(folder) / "answers.jsonl"
-        with redirect_stdout(sys.stderr):
-            result = predict_to_file(model, source, target, said, json_output=False, called="standard output")
-        with target.open("rb") as answers:
-            shutil.copyfileobj(answers, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
     return result
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Literal
 
 from flodl.errors import DataError, capped
@@ -17,6 +16,9 @@ from flodl_hf.jobs.tables import Kind, arrow_type
 from flodl_hf.jobs.tasks import answerer_for, faulty_items, with_old_names
 from flodl_hf.readers.arrow import need_pyarrow
 from flodl_hf.readers.rows import RowFault
+
+# Every column of the table is kept.
+_COLUMNS = ColumnArgs.__dataclass_fields__.keys() - {"keep", "id_column"}
 
 
 class Partitions:
@@ -58,10 +60,10 @@ class Partitions:
         model._ready("answers", untrained=bool(words.get("untrained")))
         if on_error not in ("stop", "null"):
             raise DataError(f"answers: on_error is {on_error!r}, expected stop or null", problems=["on_error"])
-        args, options = split_words(words)
-        choice = choose_columns(model.head, names, args, own=False)
+        columns = ColumnArgs(**{name: words.pop(name) for name in list(words) if name in _COLUMNS})
+        choice = choose_columns(model.head, names, columns, own=False)
         self._model = model
-        options = with_old_names(model, choice.task, options, "answers")
+        options = with_old_names(model, choice.task, words, "answers")
         self._answerer = answerer_for(model, choice, options, "answers")
         self._item = item_of(choice)
         self._null = on_error == "null"
@@ -125,10 +127,3 @@ class Partitions:
         arrays = [arrow.array(values, arrow_type(self.kinds[name])) for name, values in found.items()]
         own = [table.column(name) for name in table.schema.names]
         return type(table).from_arrays([*own, *arrays], names=[*table.schema.names, *found])
-
-
-def split_words(words: Mapping[str, Any]) -> tuple[ColumnArgs, dict[str, Any]]:
-    """Return the arguments about columns and the other options; every column of the table is kept."""
-    known = [name for name in asdict(ColumnArgs()) if name not in ("keep", "id_column")]
-    args = ColumnArgs(**{name: words[name] for name in known if name in words})
-    return args, {name: value for name, value in words.items() if name not in known}

@@ -80,16 +80,6 @@ class Admission:
         """Tokens of one full batch of every worker."""
         self._characters = CHARACTERS_PER_TOKEN
 
-    @property
-    def inside(self) -> int:
-        """Number of current requests."""
-        return self.counters.inside
-
-    @property
-    def tokens(self) -> int:
-        """Estimated tokens of the current requests."""
-        return self.counters.tokens
-
     def tokens_of(self, characters: int) -> int:
         """Return the estimated number of tokens of some characters."""
         return int(characters / self._characters) + 1
@@ -102,7 +92,7 @@ class Admission:
     @property
     def wait_s(self) -> float:
         """Estimated time in seconds to process all current requests."""
-        return self.tokens / self.rate if self.rate else 0.0
+        return self.counters.tokens / self.rate if self.rate else 0.0
 
     def wait_of(self, key: str, tokens: int) -> float:
         """Return the estimated waiting time of a new request in seconds.
@@ -114,7 +104,7 @@ class Admission:
         if not self.rate:
             return 0.0
         mine = self.counters.tokens_of_key(key)
-        if mine == self.tokens:
+        if mine == self.counters.tokens:
             return mine / self.rate
         return (mine + sum(min(others, mine + tokens) for others in self.counters.tokens_of_others(key))) / self.rate
 
@@ -128,7 +118,7 @@ class Admission:
         short = max(settings.max_wait_s, BUSY_BATCHES * self.full / self.rate if self.rate else 0.0)
         if self.wait_s < LOAD_THRESHOLD * short:
             self.counters.calm = now
-        stays = now - self.counters.calm > OVERLOAD_GRACE_S and self.inside >= MIN_QUEUE
+        stays = now - self.counters.calm > OVERLOAD_GRACE_S and self.counters.inside >= MIN_QUEUE
         return min(short, settings.max_queue_s) if stays else settings.max_queue_s
 
     def admit(self, key: str, tokens: int, left_s: float = math.inf) -> _Inside:
@@ -142,7 +132,7 @@ class Admission:
         Raises:
             RefusedError: a limit is reached; ``after_s`` is the time to retry.
         """
-        others, wait, longest = self.inside, 0.0, math.inf
+        others, wait, longest = self.counters.inside, 0.0, math.inf
         if others:
             wait, longest = self.wait_of(key, tokens), self.longest_wait(time.monotonic())
         else:
@@ -164,7 +154,7 @@ class Admission:
 
     def _check(self, key: str) -> None:
         """Raise if a request, which is already counted, exceeds a limit."""
-        settings, others = self.settings, self.inside - 1
+        settings, others = self.settings, self.counters.inside - 1
         if others >= settings.max_concurrent:
             raise self._refused(f"{others} concurrent requests, the maximum")
         most = settings.max_key_concurrent
@@ -174,7 +164,7 @@ class Admission:
     def count(self, key: str, requests: int, tokens: int) -> None:
         """Update the counters when requests start or end."""
         self.counters.count(key, requests, tokens)
-        if requests < 0 and not self.inside:
+        if requests < 0 and not self.counters.inside:
             self.counters.calm = time.monotonic()
 
     def _take_from_token_bucket(self, key: str, tokens: int, most: int) -> None:

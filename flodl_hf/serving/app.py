@@ -230,7 +230,7 @@ def _status_routes(state: AppState) -> list[Route]:
         metrics, processes, restarts = (
             (state.metrics, 1, 0) if state.collect_metrics is None else await state.collect_metrics()
         )
-        metrics.set("te_queue_size", state.admission.inside)
+        metrics.set("te_queue_size", state.admission.counters.inside)
         metrics.set("flodl_queue_seconds", state.admission.wait_s)
         metrics.set("flodl_tokens_per_second", state.admission.rate)
         metrics.set("flodl_device_peak_operations", workers.peak)

@@ -196,12 +196,19 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], request
 
 def _similarity(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:
     """Return the similarity of the first text and each other text."""
+    vectors, similarity = _compared(model, items, options, request)
+    return similarity(vectors[:1], vectors[1:])[0].tolist(), []
+
+
+def _compared(
+    model: Any, texts: list[str], options: Mapping[str, Any], request: WorkerRequest
+) -> tuple[np.ndarray, Callable[..., Any]]:
+    """Return the vectors of texts, and the similarity of two of them by the measure of the model."""
     from flodl_hf.inference.similarity import measure_of, similarity_of
 
+    _, (vectors,) = _embed(model, texts, {**options, "dimensions": None}, request)
     recipe = model.sentence_recipe
-    _, (vectors,) = _embed(model, items, {**options, "dimensions": None}, request)
-    measure = measure_of(recipe.files if recipe else {})
-    return similarity_of(vectors[:1], vectors[1:], measure)[0].tolist(), []
+    return vectors, partial(similarity_of, measure=measure_of(recipe.files if recipe else {}))
 
 
 # ---- scores --------------------------------------------------------------------------------------------
@@ -245,14 +252,10 @@ def _shortened(model: Any, request: WorkerRequest, texts: list[str], most: int) 
 def _score(model: Any, items: list[list[str]], options: Mapping[str, Any], request: WorkerRequest) -> Done:
     """Return a score for each pair: the cross-encoder's, or the similarity of vectors."""
     if model.head == "base":
-        from flodl_hf.inference.similarity import measure_of, similarity_of
-
         texts = list(dict.fromkeys(text for pair in items for text in pair))
         place = {text: i for i, text in enumerate(texts)}
-        _, (vectors,) = _embed(model, texts, {**options, "dimensions": None}, request)
-        recipe = model.sentence_recipe
-        measure = measure_of(recipe.files if recipe else {})
-        return [similarity_of(vectors[place[a]], vectors[place[b]], measure).item() for a, b in items], []
+        vectors, similarity = _compared(model, texts, options, request)
+        return [similarity(vectors[place[a]], vectors[place[b]]).item() for a, b in items], []
     scores = [0.0] * len(items)
     queries: dict[str, list[int]] = {}
     for place_, (query, _) in enumerate(items):

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
+from itertools import chain
 from threading import Lock, Thread
 from typing import Any
 
@@ -342,6 +343,9 @@ def _join_key(message: dict[str, Any]) -> Any:
         return None
     kinds = set(map(type, items))
     if len(kinds) > 1 or (kinds == {list} and task not in ("answer", "classify")):
+        return None
+    # The group of a blank text, which has no rows, would be divided until the text is alone.
+    if not all(text.strip() for text in (chain.from_iterable(items) if kinds == {list} else items)):
         return None
     return kinds.pop(), *(repr(message.get(name)) for name in ("model", "task", "options", "key", "priority"))
 

@@ -66,7 +66,7 @@ def test_limits_count_what_all_processes_have() -> None:
     one, other = (Admission(settings, SharedCounters("ab", 2, number, memory)) for number in range(2))
     one.counters.calm = time.monotonic()
     with one.admit("a", 10):
-        assert (other.inside, other.tokens, other.counters.tokens_of_key("a")) == (1, 10, 10)
+        assert (other.counters.inside, other.counters.tokens, other.counters.tokens_of_key("a")) == (1, 10, 10)
         with other.admit("a", 20), pytest.raises(RefusedError, match="2 concurrent requests of this key"):
             one.admit("a", 1)
         with other.admit("b", 30), one.admit("b", 40):
@@ -76,7 +76,7 @@ def test_limits_count_what_all_processes_have() -> None:
             other.rate = 10.0
             # Who asks for much waits for no more of others than it has itself.
             assert other.wait_of("a", 5) == pytest.approx((10 + 15) / 10)
-    assert (one.inside, one.tokens) == (0, 0)
+    assert (one.counters.inside, one.counters.tokens) == (0, 0)
     other.rate = 0.0
     with one.admit("b", 500), pytest.raises(RefusedError, match="used its 600 tokens"):
         other.admit("b", 100)
@@ -96,19 +96,19 @@ def test_requests_that_come_at_the_same_instant_are_no_more_than_there_may_be(mo
     # Whenever the one looks at what is inside, the other's request comes: the first time, or the second, ...
     looks = 0
     for turn in range(4):
-        looked, inside = count(), type(one).inside.fget
+        looked, inside = count(), SharedCounters.inside.fget
 
-        def here(admission: Admission, turn: int = turn, looked: Any = looked, inside: Any = inside) -> int:
-            found: int = inside(admission)
-            if admission is one and next(looked) == turn:
+        def here(counters: SharedCounters, turn: int = turn, looked: Any = looked, inside: Any = inside) -> int:
+            found: int = inside(counters)
+            if counters is one.counters and next(looked) == turn:
                 come(other, "other")
             return found
 
         with monkeypatch.context() as patched:
-            patched.setattr(Admission, "inside", property(here))
+            patched.setattr(SharedCounters, "inside", property(here))
             come(one, "one")
         looks = max(looks, next(looked))
-        assert one.inside == len(let_in) <= 1
+        assert one.counters.inside == len(let_in) <= 1
         let_in.clear()
         for admission in (one, other):
             admission.counters.clear(0)

@@ -291,9 +291,9 @@ def test_at_most_max_concurrent_requests_are_admitted() -> None:
         with pytest.raises(RefusedError) as refused:
             admission.admit("", 1)
         assert refused.value.after_s >= 1
-        assert admission.inside == 2
+        assert admission.counters.inside == 2
     with admission.admit("", 1):
-        assert admission.inside == 1
+        assert admission.counters.inside == 1
 
 
 def test_what_a_key_may_have() -> None:
@@ -310,7 +310,7 @@ def test_what_a_key_may_have() -> None:
             admission.admit("a", 10),
         ):
             pass
-    assert (admission.inside, admission.tokens) == (0, 0)
+    assert (admission.counters.inside, admission.counters.tokens) == (0, 0)
     admission.rate = 100.0
     with (
         admission.admit("c", 590),
@@ -333,7 +333,7 @@ def test_a_key_waits_for_no_more_of_others_than_it_has_itself() -> None:
                 admission.admit("d", 10, left_s=2.0)
             with admission.admit("d", 10, left_s=3.0):
                 pass
-    assert (admission.inside, admission.tokens) == (0, 0)
+    assert (admission.counters.inside, admission.counters.tokens) == (0, 0)
 
 
 def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +361,7 @@ def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> No
     while entered and not response_format:
         entered.pop().__exit__()
         response_format = [one for one in [come()] if one]
-    assert admission.tokens == 550
+    assert admission.counters.tokens == 550
     # So it stays short, for as long as more is asked for than is done.
     for _ in range(30):
         clock += 0.05
