@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from flodl_hf import finetune
 from flodl_hf.cli.app import app
-from flodl_hf.cli.project import DATA, new_project
+from flodl_hf.cli.new import DATA, new_project
 from flodl_hf.errors import ExportError
 from flodl_hf.training.demo import demo_model, learn_vocabulary
 from flodl_hf.training.recipe import load_recipe

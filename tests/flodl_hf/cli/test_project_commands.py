@@ -133,7 +133,7 @@ def test_the_schema_of_a_recipe_has_every_option() -> None:
 
 def test_a_recipe_of_new_is_valid(tmp_path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    from flodl_hf.cli.project import new_project
+    from flodl_hf.cli.new import new_project
 
     new_project(tmp_path / "mine", task="ner")
     recipe = yaml.safe_load((tmp_path / "mine" / "recipe.yaml").read_text())
