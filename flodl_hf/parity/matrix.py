@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from multiprocessing import get_context
@@ -107,10 +108,15 @@ def run_cell(
     return result
 
 
+@cache
+def published() -> Mapping[str, Mapping[str, str]]:
+    """Return the catalogue of published checkpoints by family and task."""
+    return json.loads((files("flodl_hf.parity") / "published.json").read_text("utf-8"))
+
+
 def checkpoints_of(family: Family) -> Mapping[str, str]:
-    """Return the published checkpoint of each task of a family that has one: its own, or those of `published.json`."""
-    published = json.loads((files("flodl_hf.parity") / "published.json").read_text("utf-8"))
-    return family.checkpoints or published.get(family.model_type, {})
+    """Return the published checkpoint of each task of a family that has one: its own, or those of `published`."""
+    return family.checkpoints or published().get(family.model_type, {})
 
 
 def _obstacle(cell: Cell, size: str, live: bool) -> tuple[Status, str] | None:

@@ -13,12 +13,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flodl_hf.serving.log import log_event
-
-if TYPE_CHECKING:
-    from flodl_hf.serving.routes.route import AppState, Request, Route
 
 LOG = logging.getLogger("flodl_hf.serving")
 
@@ -246,11 +243,11 @@ class RequestMetrics:
     """Metrics of the requests of one route.
 
     Args:
-        state: the shared state.
+        state: the shared `flodl_hf.serving.routes.route.AppState`.
         route: the route.
     """
 
-    def __init__(self, state: AppState, route: Route) -> None:
+    def __init__(self, state: Any, route: Any) -> None:
         self.state, self.route = state, route
         metric = state.metrics.metric
         self._of_route = cache(lambda name: metric(name, method=route.path))
@@ -261,11 +258,11 @@ class RequestMetrics:
         """Count a received request."""
         self._of_route("te_request_count").add(1)
 
-    def finished(self, request: Request | None, status: int, word: str, seconds: float) -> None:
+    def finished(self, request: Any, status: int, word: str, seconds: float) -> None:
         """Count a finished request.
 
         Args:
-            request: the parsed request, or None if it was invalid.
+            request: the parsed `flodl_hf.serving.routes.route.Request`, or None if it was invalid.
             status: HTTP status.
             word: kind of the error, or "".
             seconds: total time.
@@ -281,7 +278,7 @@ class RequestMetrics:
         if LOG.isEnabledFor(logging.INFO):
             self._log(request, status, word, seconds)
 
-    def _log(self, request: Request | None, status: int, word: str, seconds: float) -> None:
+    def _log(self, request: Any, status: int, word: str, seconds: float) -> None:
         fields: dict[str, Any] = {"route": self.route.path, "status": status, "ms": round(seconds * 1000, 2)}
         if word:
             fields["why"] = word
@@ -300,7 +297,7 @@ class RequestMetrics:
                 fields["fields"] = dict(request.fields)
         log_event(LOG, "request", fields)
 
-    def _succeeded(self, request: Request, seconds: float) -> None:
+    def _succeeded(self, request: Any, seconds: float) -> None:
         info = self.state.workers.models.get(request.model)
         operations = request.tokens * info["operations"] if info is not None else 0
         values = (

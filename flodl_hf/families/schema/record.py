@@ -170,7 +170,7 @@ class Family:
             ``verify-matrix``; several variants where the family's files differ in kind.
         real: the same, added to the common base sizes, for ``verify-matrix --size real``.
         checkpoints: task -> repository of the Hub for ``verify-matrix --live``, for families from outside of the
-            package; ``flodl_hf/parity/published.json`` lists the others.
+            package; `flodl_hf.parity.matrix.published` lists the others.
     """
 
     model_type: str

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from flodl_hf.parity.published import PUBLISHED as CATALOGUE
-from flodl_hf.parity.published import checkpoints_of
 
 from flodl.errors import ConfigError
 from flodl_hf import load
@@ -19,6 +17,7 @@ from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.weights.loading import head_of
 from flodl_hf.families import FAMILIES
+from flodl_hf.parity.matrix import checkpoints_of, published
 
 sys.path.insert(0, str(Path(__file__).parent))
 from published import FURTHER, PUBLISHED, REFUSED, shrunk
@@ -58,7 +57,7 @@ def test_the_list_is_long_and_holds_every_checkpoint_of_the_live_matrix() -> Non
     pinned = {name for family in ours for name in checkpoints_of(family).values()}
     assert {family.model_type for family in FAMILIES if family.checkpoints} == set()
     heads = {family.model_type: {"base", *family.heads} for family in FAMILIES}
-    assert all(set(named) <= heads[model_type] for model_type, named in CATALOGUE.items())
+    assert all(set(named) <= heads[model_type] for model_type, named in published().items())
     assert len(PUBLISHED) >= 60
     assert not PUBLISHED.keys() & FURTHER.keys()
     assert {FAMILIES[0].model_type, *(source["model_type"] for source, _ in ALL.values())} == {
