@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from flodl_hf import load
-from flodl_hf.inference.decode.rows import join_words
 from flodl_hf.models import EncoderModel
 from flodl_hf.readers import load_rows
+from flodl_hf.tokenization.alignment import join_words
 
 QUESTION_WINDOW = {"max_tokens": 384, "stride": 128}
 
@@ -106,7 +106,7 @@ def _gold_label(model: EncoderModel, label: Any) -> list[str] | None:
 def entities(model: EncoderModel, folder: str, rows: Sequence[dict[str, Any]]) -> list[Case]:
     """Compare the entities of each text, by label and place."""
     joined = [join_words(row["words"]) for row in rows]
-    texts = [text.text for text in joined]
+    texts = [text for text, _ in joined]
     ours = model.predict(texts)  # type: ignore[operator]
     theirs = pipeline("token-classification", folder, model)(texts, aggregation_strategy="first")
     return [
@@ -114,11 +114,11 @@ def entities(model: EncoderModel, folder: str, rows: Sequence[dict[str, Any]]) -
             text,
             [(e.label, e.start, e.end) for e in mine],
             [(e["entity_group"], e["start"], e["end"]) for e in other],
-            _gold_entities(row["tags"], words.spans) if "tags" in row else None,
+            _gold_entities(row["tags"], extents) if "tags" in row else None,
             [e.score for e in mine],
             [float(e["score"]) for e in other],
         )
-        for text, words, row, mine, other in zip(texts, joined, rows, ours, theirs, strict=True)
+        for text, (_, extents), row, mine, other in zip(texts, joined, rows, ours, theirs, strict=True)
     ]
 
 

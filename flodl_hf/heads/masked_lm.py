@@ -27,7 +27,6 @@ from flodl_hf.inference.inputs import as_text_list, encode
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Fill, Fills, is_empty
-from flodl_hf.inference.token_table import chosen_rows
 from flodl_hf.models.outputs import MaskedLMOutput
 from flodl_hf.nn.encoder.losses import check_labels, token_loss
 
@@ -215,7 +214,7 @@ class MaskedLM(ScoringModel):
         rows, columns, place = places.by_row()
         keep = np.zeros(len(table), bool)
         keep[rows] = True
-        return _Masked(chosen_rows(table, keep), columns, places.text, place)
+        return _Masked(table.picked(np.repeat(keep, table.lengths), keep), columns, places.text, place)
 
     def _fill_targets(
         self, tokenizer: Tokenizer, session: Session, text: str, top_k: int, targets: Sequence[str]
@@ -234,18 +233,13 @@ class MaskedLM(ScoringModel):
                     first, total = total, total + len(scores[-1])
                 at[mask, size] = list(range(first + mask, first + mask + size))
         order = [at[mask, len(i)] for mask in range(len(masked.text)) for i in ids]
-        proposals = decode_targets(torch.cat(scores), ids, places=order, top_k=top_k)
+        proposals = decode_targets(torch.cat(scores), ids, order, top_k)
         return [
             [
-                Fill(
-                    targets[fill.target or 0],
-                    fill.score,
-                    fill.tokens,
-                    _put(tokenizer, text, n, targets[fill.target or 0]),
-                )
-                for fill in fills
+                Fill(targets[target], score, tuple(ids[target]), _put(tokenizer, text, mask, targets[target]))
+                for target, score in fills
             ]
-            for n, fills in enumerate(proposals)
+            for mask, fills in enumerate(proposals)
         ]
 
 

@@ -43,9 +43,7 @@ class MultipleChoice(ScoringModel):
         labels: Tensor | None = None,
         *,
         inputs_embeds: Tensor | None = None,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
-        return_dict: bool = True,
+        **how: Any,
     ) -> MultipleChoiceOutput | tuple[Any, ...]:
         """Return a score for each choice, and the loss if labels were given.
 
@@ -56,23 +54,21 @@ class MultipleChoice(ScoringModel):
             position_ids: places in the position table, shaped like the ids; None counts them.
             labels: the right choice of each, ``(batch,)``.
             inputs_embeds: embeddings of words, the ids' shape and ``embedding_size``, instead of ids.
-            output_hidden_states: also return the states after the embeddings and each layer, a row for each choice.
-            output_attentions: also return each layer's weights, a row for each choice; eager attention has them.
-            return_dict: False gives a tuple.
+            **how: ``output_hidden_states`` and ``output_attentions``, which return a row for each choice, and
+                ``return_dict``, as in other tasks.
 
         Raises:
             PredictError: a label that is no choice.
         """
         given = inputs_embeds[..., 0] if input_ids is None and inputs_embeds is not None else input_ids
         choices = given.shape[1] if given is not None and given.dim() == 3 else 1
-        scores, _, seen = self._run_graph(
-            _rows(input_ids), _rows(attention_mask), _rows(token_type_ids), _rows(position_ids),
-            embeds=_rows(inputs_embeds, 4), hidden_states=output_hidden_states, attentions=output_attentions,
-        )  # fmt: skip
-        logits = scores.view(-1, choices)
-        loss = None if labels is None else self.loss(logits, labels)
-        output = MultipleChoiceOutput(loss, logits, **seen)
-        return output if return_dict else output.to_tuple()
+        whole = how.pop("return_dict", True)
+        inputs = map(_rows, (input_ids, attention_mask, token_type_ids, position_ids))
+        output: Any = super().forward(*inputs, inputs_embeds=_rows(inputs_embeds, 4), **how)
+        output.logits = output.logits.view(-1, choices)
+        if labels is not None:
+            output.loss = self.loss(output.logits, labels)
+        return output if whole else output.to_tuple()
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss, a scalar.

@@ -17,13 +17,13 @@ from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.inference.batch import Pending, Scores
 from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts, token_classification
 from flodl_hf.inference.decode.entities import Aggregation, TagScheme, decode_entities_batch
-from flodl_hf.inference.decode.rows import join_words
 from flodl_hf.inference.inputs import Encoded, as_text_list, encode
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Entities, is_empty
 from flodl_hf.models.outputs import TokenClassificationOutput
 from flodl_hf.nn.encoder.losses import check_labels, token_loss
+from flodl_hf.tokenization.alignment import join_words
 
 __all__ = ["TokenClassifier"]
 
@@ -99,8 +99,8 @@ class TokenClassifier(ScoringModel):
 
         def finish(chunk: list[Any], encoded: Encoded, scores: Pending) -> list[Any]:
             joined = [join_words(text) for text in chunk] if words else None
-            plain = [text.text for text in joined] if joined else chunk
-            spans = [text.spans for text in joined] if joined else None
+            plain = [text for text, _ in joined] if joined else chunk
+            spans = [extents for _, extents in joined] if joined else None
             placed = scores.placed()
             if compat is not None:
                 rows = placed.rows(encoded.table)
@@ -114,7 +114,7 @@ class TokenClassifier(ScoringModel):
             words and isinstance(texts, Sequence) and len(texts) > 0 and isinstance(texts[0], str)
         )
         told: dict[str, Any] = (
-            {"blank": _without_words, "given": lambda item: join_words(item).text} if words else {"blank": is_empty}
+            {"blank": _without_words, "given": lambda item: join_words(item)[0]} if words else {"blank": is_empty}
         )
         return Session(self, run).answer(
             texts, tokens, Scores(False), finish, single=single, kind=Entities if compat is None else None, **told
@@ -141,22 +141,13 @@ class TokenClassifier(ScoringModel):
             has_prefix=tokenizer.continuing_prefix is not None,
             unk_id=tokenizer.unk_token_id,
         )
-        results = []
-        for place, text in enumerate(texts):
-            own = [i for i, owner in enumerate(encoded.table.owners) if owner == place]
-            results.append(
-                token_classification(
-                    [logits[i] for i in own],
-                    [encoded.rows[i] for i in own],
-                    text,
-                    self.config.labels,
-                    facts,
-                    aggregation_strategy=aggregation,
-                    ignore_labels=ignore_labels,
-                    word_spans=None if spans is None else spans[place],
-                )
+        return [
+            token_classification(
+                own, rows, text, self.config.labels, facts, aggregation_strategy=aggregation,
+                ignore_labels=ignore_labels, word_spans=None if spans is None else spans[place],
             )
-        return results
+            for place, ((own, rows), text) in enumerate(zip(encoded.by_text(logits), texts, strict=True))
+        ]  # fmt: skip
 
 
 def _without_words(words: Any) -> bool:

@@ -274,11 +274,6 @@ def _own(graph: Graph, layout: Layout, states: Tensor) -> Tensor:
     return states if lead is None else layout.behind(lead.count, states)
 
 
-def headed(graph: Graph, states: Tensor, layout: Layout) -> Tensor:
-    """Return the head's scores of token states."""
-    return graph.get_submodule("head")(states, layout=layout)
-
-
 @dataclass(frozen=True)
 class Scores:
     """The head's scores.
@@ -386,7 +381,7 @@ class ScoresAt:
         """Return ``(chosen tokens, ...)``."""
         assert at is not None
         states = _flat(encoded(graph, ids, types, layout), layout)
-        return headed(graph, states.index_select(0, at), layout)
+        return graph.get_submodule("head")(states.index_select(0, at), layout=layout)
 
 
 @dataclass(frozen=True)

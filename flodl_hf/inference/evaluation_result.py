@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from flodl_hf.inference.results import plain
+
 
 @dataclass(frozen=True)
 class EvaluationResult:
@@ -45,7 +47,7 @@ class EvaluationResult:
     def to_dict(self) -> dict[str, Any]:
         """Return everything but predictions and gold labels as JSON types."""
         found = {
-            "task": self.task, "metrics": {name: _json_number(value) for name, value in self.metrics.items()},
+            "task": self.task, "metrics": plain(self.metrics),
             "examples": self.examples, "seconds": round(self.seconds, 3), "labels": self.labels,
             "confusion": self.confusion, "per_label": self.per_label, "notes": self.notes,
         }  # fmt: skip
@@ -74,10 +76,6 @@ class EvaluationResult:
 COLUMNS = ("precision", "recall", "f1", "support")
 MOST_SHOWN = 12
 """Maximum number of labels with a printed confusion matrix."""
-
-
-def _json_number(value: float) -> float | None:
-    return value if value == value and abs(value) != float("inf") else None
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

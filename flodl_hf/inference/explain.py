@@ -128,17 +128,16 @@ def explain_graph(
     named = precision or str(dtype).removeprefix("torch.")
     if training:
         return _training(graph, device, named, dtype, present)
+    paths = [path for path, _ in layers_of(graph)]
     if precision == "exact":
-        paths = tuple(path for path, _ in layers_of(graph))
-        group = LayerGroup("torch", paths, "precision='exact' repeats the reference arithmetic")
-        return Explanation(str(device), named, False, (group,), (), "no: exact passes are launched one by one")
+        groups = _grouped(dict.fromkeys(paths, "precision='exact' repeats the reference arithmetic"), "torch")
+        return Explanation(str(device), named, False, groups, (), "no: exact passes are launched one by one")
     if device.type == "cuda":
         return _cuda(graph, device, named, dtype, precision, present)
     if device.type == "cpu":
         return _processor(graph, named, precision)
-    paths = tuple(path for path, _ in layers_of(graph))
-    group = LayerGroup("torch", paths, f"there is no table for {device.type} devices")
-    return Explanation(str(device), named, False, (group,), (), f"no: {device.type} devices record nothing here")
+    groups = _grouped(dict.fromkeys(paths, f"there is no table for {device.type} devices"), "torch")
+    return Explanation(str(device), named, False, groups, (), f"no: {device.type} devices record nothing here")
 
 
 def _grouped(reasons: dict[str, str | None], table: str) -> tuple[LayerGroup, ...]:
@@ -216,7 +215,7 @@ def _training(graph: Graph, device: torch.device, named: str, dtype: torch.dtype
     half = dtype in (torch.float16, torch.bfloat16)
     if device.type != "cuda" or not half:
         reason = "the training table is for CUDA devices in bf16 or fp16"
-        groups = (LayerGroup("torch", tuple(path for path, _ in layers_of(graph)), reason),)
+        groups = _grouped(dict.fromkeys((path for path, _ in layers_of(graph)), reason), "torch")
     else:
         table = TrainingTable(dtype)
         groups = _grouped({path: table.lacks(layer) for path, layer in layers_of(graph)}, "cuda-training")

@@ -162,7 +162,8 @@ def _embedding(network: nn.Module) -> Any:
 @contextmanager
 def given_embeddings(network: nn.Module, embeds: Tensor) -> Iterator[None]:
     """Replace the output of the word table by these embeddings; or of all embeddings, if the family specifies it."""
-    given = _Given([embeds])
+    given = Mine()
+    given.append(embeds)
     words = _embedding(network)
     _sweep([words])
     try:
@@ -175,13 +176,5 @@ def given_embeddings(network: nn.Module, embeds: Tensor) -> Iterator[None]:
         given.over = True  # a hook that a Ctrl-C left behind gives the table's own words again
 
 
-class _Given(Mine):
-    """Embeddings that one thread gives for the length of a call."""
-
-    def __init__(self, embeds: list[Tensor]) -> None:
-        super().__init__()
-        self.extend(embeds)
-
-
-def _instead(given: _Given, _module: nn.Module, _ids: Any, _out: Tensor) -> Tensor | None:
+def _instead(given: Mine, _module: nn.Module, _ids: Any, _out: Tensor) -> Tensor | None:
     return given[0] if not given.over and given.thread in (None, get_ident()) else None

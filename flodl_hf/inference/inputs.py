@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from flodl_hf.errors import InputTypeError, PredictError, TokenizerError
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.token_table import (
     Frame,
-    chosen_rows,
     cut_table,
     frame_of,
     framed,
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from flodl_hf.tokenization.blocks import Flat
     from flodl_hf.tokenization.rows import Row
     from flodl_hf.tokenization.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 FIRST_PLACE: ContextVar[int] = ContextVar("FIRST_PLACE", default=0)
 """Place in the whole input of the first item that is encoded, for error messages."""
@@ -152,6 +153,18 @@ class Encoded:
     truncated: int = 0
     dropped: int = 0
     uncut: bool = False
+
+    def by_text(self, values: Sequence[T]) -> list[tuple[list[T], list[Row]]]:
+        """Return for each text a value of each of its windows, and their records.
+
+        Args:
+            values: a value of each window.
+        """
+        found: list[tuple[list[T], list[Row]]] = [([], []) for _ in range(self.texts)]
+        for owner, value, row in zip(self.table.owners.tolist(), values, self.rows, strict=True):
+            found[owner][0].append(value)
+            found[owner][1].append(row)
+        return found
 
 
 def split_pairs(items: Sequence[Any], task: str) -> tuple[Sequence[str], list[str] | None]:
@@ -300,7 +313,7 @@ def _windows(
     chosen = long.tolist()
     encodings = backend.encodings([texts[i] for i in chosen], None if pairs is None else [pairs[i] for i in chosen])
     windows, lost = cut_table(of_encodings(encodings, long, frame=frame, words=True), limit, **how)
-    return joined(chosen_rows(table, fits), replace(windows, word_ids=None)), lost
+    return joined(table.picked(np.repeat(fits, table.lengths), fits), replace(windows, word_ids=None)), lost
 
 
 def _first_ids(

@@ -38,12 +38,8 @@ class Similarity(Tensor):
         return similarity_page(values, self.rows, self.columns)
 
 
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(a, dim=-1) @ torch.nn.functional.normalize(b, dim=-1).T
-
-
 MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cosine": _cosine,
+    "cosine": lambda a, b: torch.nn.functional.normalize(a, dim=-1) @ torch.nn.functional.normalize(b, dim=-1).T,
     "dot": lambda a, b: a @ b.T,
     "euclidean": lambda a, b: -torch.cdist(a, b, p=2.0),
     "manhattan": lambda a, b: -torch.cdist(a, b, p=1.0),

@@ -8,7 +8,7 @@ are cut.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
@@ -271,41 +271,16 @@ def table_of(rows: Sequence[Row], owners: Sequence[int], *, offsets: bool = True
     )
 
 
-def chosen_rows(table: TokenTable, keep: np.ndarray) -> TokenTable:
-    """Return some rows of a table.
-
-    Args:
-        table: the rows.
-        keep: True for the rows to keep, ``(rows,)``.
-    """
-    tokens = np.repeat(keep, table.lengths)
-
-    def of_tokens(values: np.ndarray | None) -> np.ndarray | None:
-        return None if values is None else values[tokens]
-
-    return TokenTable(
-        table.ids[tokens], of_tokens(table.types), table.lengths[keep], table.owners[keep], table.counts[keep],
-        table.first_token[keep], table.window[keep], table.sequence[tokens], of_tokens(table.offsets),
-        of_tokens(table.word_ids), table.nulls[keep],
-    )  # fmt: skip
-
-
 def joined(a: TokenTable, b: TokenTable) -> TokenTable:
     """Return the rows of two tables, one after the other; both have offsets, or neither has."""
-
-    def both(x: np.ndarray | None, y: np.ndarray | None) -> np.ndarray | None:
-        if x is None and y is None:
-            return None
-        x = np.zeros(len(a.ids), np.int32) if x is None else x
-        return np.concatenate([x, np.zeros(len(b.ids), np.int32) if y is None else y])
-
-    def join(name: str) -> np.ndarray:
-        return np.concatenate([getattr(a, name), getattr(b, name)])
-
-    return TokenTable(
-        join("ids"), both(a.types, b.types), join("lengths"), join("owners"), join("counts"), join("first_token"),
-        join("window"), join("sequence"), both(a.offsets, b.offsets), both(a.word_ids, b.word_ids), join("nulls"),
-    )  # fmt: skip
+    columns = []
+    for name in TokenTable.__slots__:
+        x, y = getattr(a, name), getattr(b, name)
+        if x is not None or y is not None:
+            x = np.zeros(len(a.ids), np.int32) if x is None else x
+            x = np.concatenate([x, np.zeros(len(b.ids), np.int32) if y is None else y])
+        columns.append(x)
+    return TokenTable(*columns)
 
 
 def cut_table(
@@ -348,19 +323,14 @@ def cut_table(
     cuts = plan_cuts(
         lengths, sizes, words, limit, cut=cut, overflow=overflow, stride=stride, side=side, names=names
     )  # fmt: skip
-    rows = np.concatenate([short, long[cuts.row]])
-    tokens, kept_lengths = _kept_tokens(table, short, long, places, sizes, cuts)
-    sequence, types, offsets, word_ids = (
-        None if values is None else values[tokens]
-        for values in (table.sequence, table.types, table.offsets, table.word_ids)
-    )
-    assert sequence is not None
-    found = TokenTable(
-        table.ids[tokens], types, kept_lengths, table.owners[rows],
-        np.concatenate([table.counts[short], (cuts.last - cuts.first).sum(0)]),
-        np.concatenate([table.first_token[short], cuts.first[cuts.text, np.arange(len(cuts.row))]]),
-        np.concatenate([table.window[short], cuts.window]), sequence, offsets, word_ids,
-        _first_true(sequence < 0, kept_lengths, np.cumsum(kept_lengths) - kept_lengths),
+    tokens, lengths_kept = _kept_tokens(table, short, long, places, sizes, cuts)
+    found = table.picked(tokens, np.concatenate([short, long[cuts.row]]))
+    found = replace(
+        found, lengths=lengths_kept,
+        counts=np.concatenate([table.counts[short], (cuts.last - cuts.first).sum(0)]),
+        first_token=np.concatenate([table.first_token[short], cuts.first[cuts.text, np.arange(len(cuts.row))]]),
+        window=np.concatenate([table.window[short], cuts.window]),
+        nulls=_first_true(found.sequence < 0, lengths_kept, np.cumsum(lengths_kept) - lengths_kept),
     )  # fmt: skip
     return found, lengths[cuts.truncated] - limit
 

@@ -279,9 +279,11 @@ def decode_entities_batch(
     if word_spans is not None and presplit:
         stream = _shifted(stream, word_spans)
     probabilities = _softmax(logits.values, logits.starts[stream.row] + stream.column)
-    words = words_of(stream, texts, whole=aggregation not in ("none", "simple"), split_punctuation=not presplit)
     if aggregation == "none":
-        words = _each_token(stream)
+        index = np.arange(len(stream))
+        words = Words(index, index + 1, stream.offsets[:, 0], stream.offsets[:, 1], index)
+    else:
+        words = words_of(stream, texts, whole=aggregation != "simple", split_punctuation=not presplit)
     scores = _unit_scores(probabilities, words, aggregation)
     text_of = stream.text[words.first]
     rows_of = np.bincount(text_of, minlength=len(texts))
@@ -289,13 +291,13 @@ def decode_entities_batch(
     if constrained:
         labels = best_paths(scores.T, rows_of, scheme)
         score = scores[labels, np.arange(len(labels))].astype(np.float64)
-    ignored = np.array(
-        [label in ignore_labels or scheme.entity_names[e] in ignore_labels for label, e in _pairs(scheme)]
-    )
+    entities = tuple(scheme.entity_names[e] for e in scheme.entities)
+    both = zip(scheme.labels, entities, strict=True)
+    ignored = np.array([label in ignore_labels or entity in ignore_labels for label, entity in both])
     if aggregation == "none":
         names, heads = scheme.labels, np.arange(len(labels))
     else:
-        names, heads = tuple(scheme.entity_names[e] for e in scheme.entities), _heads(labels, text_of, scheme)
+        names, heads = entities, _heads(labels, text_of, scheme)
     tails = np.append(heads[1:], len(labels))
     means = np.add.reduceat(score, heads) / (tails - heads)
     # A mean of probabilities may round to just above its largest member.
@@ -365,10 +367,6 @@ def _best(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return labels, best.astype(np.float64)
 
 
-def _pairs(scheme: TagScheme) -> list[tuple[str, int]]:
-    return list(zip(scheme.labels, scheme.entities.tolist(), strict=True))
-
-
 def _shifted(stream: TokenStream, word_spans: Sequence[Sequence[tuple[int, int]] | None]) -> TokenStream:
     """Return the stream with offsets that count from each word's beginning made to count from the text's."""
     sizes = np.array([len(spans or ()) for spans in word_spans], np.int64)
@@ -377,11 +375,6 @@ def _shifted(stream: TokenStream, word_spans: Sequence[Sequence[tuple[int, int]]
     inside = (stream.word_ids >= 0) & (stream.word_ids < sizes[stream.text])
     shift = np.where(inside, starts[np.where(inside, base[stream.text] + stream.word_ids, 0)], 0)
     return replace(stream, offsets=stream.offsets + shift[:, None])
-
-
-def _each_token(stream: TokenStream) -> Words:
-    index = np.arange(len(stream))
-    return Words(index, index + 1, stream.offsets[:, 0], stream.offsets[:, 1], index)
 
 
 def _unit_scores(probabilities: np.ndarray, words: Words, aggregation: Aggregation) -> np.ndarray:

@@ -14,24 +14,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import TokenTable, as_tensor
-
-
-@dataclass(frozen=True, slots=True)
-class MaskFill:
-    """One proposal for one mask.
-
-    Attributes:
-        tokens: token ids, one unless a target was of several tokens.
-        score: probability of the token; of several tokens the product of their probabilities.
-        per_token: geometric mean of the tokens' probabilities, to compare targets of different lengths.
-        target: index in the caller's list of targets, ``None`` for the whole vocabulary.
-    """
-
-    tokens: tuple[int, ...]
-    score: float
-    per_token: float
-    target: int | None = None
+from flodl_hf.inference.decode.rows import TokenTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,82 +80,37 @@ def best_tokens(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_targets(
-    logits: Tensor | np.ndarray,
-    targets: Sequence[Sequence[int]],
-    *,
-    places: Sequence[Sequence[int]] | None = None,
-    top_k: int | None = None,
-) -> list[list[MaskFill]]:
-    """Return for each mask the given targets with their scores, best first; equal scores in the caller's
-    order.
+    logits: Tensor, targets: Sequence[Sequence[int]], places: Sequence[Sequence[int]], top_k: int | None = None
+) -> list[list[tuple[int, float]]]:
+    """Return for each mask the indices of targets with their scores, best first; equal scores in the caller's order.
 
-    A target of one token has the token's probability over the whole vocabulary, not renormalised over the
-    targets.
-    A target of ``n`` tokens is scored in a separate text, in which the mask occurs ``n`` times: its score
-        is the
-    product of the probability of each token at its mask while all ``n`` are hidden (a pseudo-likelihood).
-    Such products shrink with length; ``per_token`` does not.
+    A target of one token has the token's probability over the whole vocabulary, not renormalised over the targets.
+    A target of ``n`` tokens is scored in a separate text, in which the mask occurs ``n`` times: its score is the
+    product of the probability of each token at its mask while all ``n`` are hidden (a pseudo-likelihood). Such products
+    shrink with length.
 
     Args:
         logits: vocabulary logits at mask positions, ``(positions, vocabulary)``.
         targets: token ids of each target.
-        places: for each mask and target, in the order mask 0 target 0, mask 0 target 1, ..., the rows of
-            ``logits`` for the target's tokens. Without it every target is one token and row ``i``
-            is mask ``i``.
+        places: for each mask and target, in the order mask 0 target 0, mask 0 target 1, ..., the rows of ``logits`` for
+            the target's tokens.
         top_k: most targets per mask; all without it.
 
     Raises:
-        PredictError: a target is empty or unknown to the vocabulary, or ``places`` does not fit the targets.
+        PredictError: logits are not finite.
     """
-    values = _checked(logits)
-    sizes = [len(target) for target in targets]
-    faults = [
-        f"target {i} ({list(target)})"
-        for i, target in enumerate(targets)
-        if not target or min(target) < 0 or max(target) >= values.shape[1]
-    ]
-    if not targets or faults:
-        raise PredictError(
-            f"fill-mask: {', '.join(faults) or 'no target was given'}; expected at least one target, "
-            f"each of one or more token ids below {values.shape[1]}",
-            targets=[list(target) for target in targets],
-        )
-    if places is None and max(sizes) > 1:
-        raise PredictError(
-            "fill-mask: a target has several tokens but the text one mask; "
-            "expected rows with one mask per token; pass their places"
-        )
-    if places is None:
-        places = [[mask] for mask in range(len(values)) for _ in targets]
-    masks = len(places) // len(targets)
-    wanted = sizes * masks
-    if [len(place) for place in places] != wanted:
-        raise PredictError(
-            f"fill-mask: places of {[len(place) for place in places][:20]} tokens do not fit targets of "
-            f"{sizes[:20]} tokens",
-            sizes=sizes,
-        )
-    row = torch.tensor([r for place in places for r in place], dtype=torch.int64, device=values.device)
-    token = torch.tensor([t for target in targets for t in target] * masks, device=values.device)
-    group = torch.repeat_interleave(torch.tensor(wanted, device=values.device))
-    log = values[row, token] - values.logsumexp(1)[row]
-    total = torch.zeros(len(wanted), device=values.device, dtype=log.dtype).index_add_(0, group, log)
-    total = total.view(masks, len(targets))
-    ordered, index = torch.sort(total, dim=1, descending=True, stable=True)
-    ordered, index = ordered[:, :top_k], index[:, :top_k]
-    length = torch.tensor(sizes, device=values.device)[index]
-    score, per_token = ordered.exp(), (ordered / length).exp()
-    return [
-        [MaskFill(tuple(targets[i]), s, p, i) for s, p, i in zip(*row, strict=True)]
-        for row in zip(score.tolist(), per_token.tolist(), index.tolist(), strict=True)
-    ]
-
-
-def _checked(logits: Tensor | np.ndarray) -> Tensor:
-    values = as_tensor(logits).float()
-    if values.ndim != 2 or not bool(torch.isfinite(values).all()):
+    values = logits.float()
+    if not bool(torch.isfinite(values).all()):
         raise PredictError(
             f"fill-mask: logits of shape {tuple(values.shape)}; expected finite numbers (masks, vocabulary)",
             found=tuple(values.shape),
         )
-    return values
+    masks = len(places) // len(targets)
+    row = torch.tensor([r for place in places for r in place], dtype=torch.int64, device=values.device)
+    token = torch.tensor([t for target in targets for t in target] * masks, device=values.device)
+    group = torch.repeat_interleave(torch.tensor(list(map(len, places)), device=values.device))
+    log = values[row, token] - values.logsumexp(1)[row]
+    total = torch.zeros(len(places), device=values.device, dtype=log.dtype).index_add_(0, group, log)
+    ordered, index = torch.sort(total.view(masks, len(targets)), dim=1, descending=True, stable=True)
+    scores = ordered[:, :top_k].exp().tolist()
+    return [list(zip(*both, strict=True)) for both in zip(index[:, :top_k].tolist(), scores, strict=True)]

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl_hf.tokenization import alignment
-
 T = TypeVar("T")
 
 
@@ -115,11 +113,8 @@ class Placed:
 
     def rows(self, table: TokenTable) -> list[Tensor]:
         """Return the values of each row, ``(tokens of the row, ...)``, in the order of the rows."""
-        return self.pieces(table.lengths.tolist())
-
-    def pieces(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return ``sizes[i]`` values of each row, in the order of the rows."""
-        return [self.values[a : a + size] for a, size in zip(self.starts.tolist(), sizes, strict=True)]
+        starts = zip(self.starts.tolist(), table.lengths.tolist(), strict=True)
+        return [self.values[start : start + size] for start, size in starts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +149,15 @@ class TokenTable:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def picked(self, tokens: np.ndarray, rows: np.ndarray) -> TokenTable:
+        """Return some tokens and some rows, each given by number or by flag, without adapting one to the other."""
+        found = []
+        for name in self.__slots__:
+            values = getattr(self, name)
+            of_tokens = name in ("ids", "types", "sequence", "offsets", "word_ids")
+            found.append(None if values is None else values[tokens if of_tokens else rows])
+        return TokenTable(*found)
 
     @property
     def starts(self) -> np.ndarray:
@@ -245,17 +249,3 @@ def merge_windows(content: TokenStream, owners: np.ndarray) -> TokenStream:
     chosen = np.full(len(best), -1)
     chosen[place[tokens]] = tokens
     return content.chosen(chosen[chosen >= 0])
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedWords:
-    """Pre-split words as one text, with the character span of each word in it."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-
-
-def join_words(words: Sequence[str], delimiter: str = " ") -> JoinedWords:
-    """Return the words joined by ``delimiter`` and the position of each in the joined text."""
-    text, spans = alignment.join_words(words, delimiter)
-    return JoinedWords(text, tuple(spans))

@@ -15,7 +15,7 @@ from flodl_hf.inference.decode.compat.fill_mask import fill_mask
 from flodl_hf.inference.decode.compat.text_classification import text_classification, zero_shot_classification
 from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts, token_classification
 from flodl_hf.inference.decode.entities import TagScheme
-from flodl_hf.inference.decode.rows import join_words
+from flodl_hf.tokenization.alignment import join_words
 
 from .conftest import decode_entities
 
@@ -160,15 +160,15 @@ def test_token_classification_of_presplit_words(strategy, wordpiece, encode) -> 
         delimiter="__",
     )
     rows = encode(wordpiece, words)
-    joined = join_words(words, "__")
+    text, spans = join_words(words, "__")
     found = token_classification(
         run(net, rows),
         rows,
-        joined.text,
+        text,
         BIO,
         facts(tokenizer),
         aggregation_strategy=strategy,
-        word_spans=joined.spans,
+        word_spans=spans,
     )
     assert [found] == (expected if isinstance(expected[0], list) else [expected])
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.entities import TagScheme, best_paths
-from flodl_hf.inference.decode.rows import join_words
+from flodl_hf.tokenization.alignment import join_words
 
 from .conftest import decode_entities, entities_of
 
@@ -210,12 +210,12 @@ def test_the_mark_of_a_words_beginning_stays_with_the_word() -> None:
 
 def test_presplit_words_keep_their_numbers_and_their_punctuation() -> None:
     words = ["Mr.", "O'Brien-Smith,", "of", "Paris"]
-    joined = join_words(words)
-    assert [joined.text[s:e] for s, e in joined.spans] == words
+    text, spans = join_words(words)
+    assert [text[s:e] for s, e in spans] == words
     # Offsets count from each word's own beginning.
     tokens = [(0, 2, 0), (2, 3, 0), (0, 7, 1), (7, 14, 1), (0, 2, 2), (0, 5, 3)]
     logits = sure([1, 0, 2, 0, 0, 3], 5)
-    found = decode_entities(logits[None], [row(tokens)], joined.text, BIO, word_spans=joined.spans)
+    found = decode_entities(logits[None], [row(tokens)], text, BIO, word_spans=spans)
     assert [(e.label, e.word, e.words) for e in found] == [
         ("PER", "Mr. O'Brien-Smith,", (0, 2)),
         ("LOC", "Paris", (3, 4)),
@@ -223,9 +223,9 @@ def test_presplit_words_keep_their_numbers_and_their_punctuation() -> None:
     batch = entities_of(
         [logits, sure([1], 5)],
         [row(tokens), row([(0, 3, 0)])],
-        [joined.text, "Ada"],
+        [text, "Ada"],
         BIO,
-        word_spans=[joined.spans, None],
+        word_spans=[spans, None],
     )
     assert [[e.word for e in es] for es in batch] == [["Mr. O'Brien-Smith,", "Paris"], ["Ada"]]
 
