@@ -9,7 +9,7 @@ requested: the incomplete last batch is a batch like the others.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -133,9 +133,6 @@ class EpochPlan:
         number %= len(self)
         start = self.ends[number - 1] if number else 0
         return self.order[start : self.ends[number]]
-
-    def __iter__(self) -> Iterator[Indices]:
-        return (self[k] for k in range(len(self)))
 
     def shuffled(self, rng: Rng) -> EpochPlan:
         """Return a plan with the same batches in random order."""

@@ -238,9 +238,7 @@ def check_equal(ranks: Ranks, model: nn.Module, step: int) -> None:
     if ranks.solo:
         return
     marks = fingerprints(model)
-    table = torch.zeros(ranks.world, marks.numel(), dtype=torch.float64, device=marks.device)
-    table[ranks.rank] = marks
-    rows = ranks.sum_(table)
+    rows = torch.tensor(ranks.table(marks.tolist()), dtype=torch.float64)
     middle = rows.median(dim=0).values
     if bool((rows == rows[0]).all()):
         return

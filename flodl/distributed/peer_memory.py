@@ -148,11 +148,6 @@ def _together(ranks: Ranks) -> Iterator[None]:
         text = str(error).strip()
         said = text.splitlines()[0] if text else ""
         fault = said if isinstance(error, PeerAccessError) else f"{type(error).__name__}: {said}"
-    _agree(ranks, fault)
-
-
-def _agree(ranks: Ranks, fault: str) -> None:
-    """Raise on both ranks if one has a fault, with the faults of both."""
     if any(row[0] for row in ranks.table([float(bool(fault))])):
         told = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.gather(fault)) if text]
         raise PeerAccessError("; ".join(told))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NoReturn, Self, cast
+from typing import Any, NoReturn, Self, cast
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -65,11 +65,6 @@ class GraphCore(nn.Module):
     Children are named by ``name=``, else by tag, else by node id, so ``state_dict()`` reads
     ``<node name>.<leaf>``.
     """
-
-    RESERVED: ClassVar[frozenset[str]] = frozenset(
-        {"_plan", "_steps", "_watched", "_memory", "_captured", "_variants", "_observer"}
-        | {"_step_count", "_epoch_count", "_source_config"}
-    )
 
     def __init__(self) -> None:
         raise GraphError("a Graph is made by FlowBuilder(...).build(), not by its class")

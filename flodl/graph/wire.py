@@ -1,7 +1,7 @@
 """Nodes from recorded verbs, and the faults that only the order of the verbs shows.
 
 Wiring continues after a fault, so that one `build()` reports all of them. Rules that need the finished set of
-nodes (cycles, keyword arguments, labels, names) are in `check`.
+nodes (cycles, keyword arguments, labels, names) are in `flow`.
 """
 
 from __future__ import annotations

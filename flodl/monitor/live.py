@@ -11,9 +11,8 @@ from typing import Any
 
 from flodl.monitor.journal import FIRST_LINE, Journal
 from flodl.monitor.record import RunRecord
-from flodl.monitor.recorder import Recorder
+from flodl.monitor.recorder import Recorder, Throughput
 from flodl.monitor.resources import Resources, hardware
-from flodl.monitor.throughput import Throughput
 
 MAX_WAITING = 200_000
 """Events in the queue; the oldest are dropped."""

@@ -58,7 +58,7 @@ class Monitor:
     Attributes:
         name, folder: may be changed until the run begins.
         throughput: how speed and time left are measured: ``tokens``, ``flops``, ``peak`` and ``total_steps`` of
-            `flodl.monitor.throughput.Throughput`; may be changed until the run begins.
+            `flodl.monitor.recorder.Throughput`; may be changed until the run begins.
         pages: files requested by `save_html`.
     """
 

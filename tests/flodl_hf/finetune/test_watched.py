@@ -17,7 +17,7 @@ from finetune_tables import TABLES, labelled
 from flodl.errors import ConfigError, TrainError
 from flodl.monitor import Monitor, read_record
 from flodl.monitor.folder import RunFolder
-from flodl.monitor.throughput import Throughput
+from flodl.monitor.recorder import Throughput
 from flodl_hf.training import finetune
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.monitoring import StepTokens, _parameters, flops_of_encoder, peak_of
