@@ -66,10 +66,8 @@ class AnswerTask(Task):
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each question with its context."""
-        question, context, column = self.columns.question, self.columns.context, self.columns.answers
-        assert question is not None
-        assert context is not None
-        assert column is not None
+        columns: Any = self.columns
+        question, context = columns.question, columns.context
         for name in (question, context):
             check_texts(examples, name, "finetune")
         builder, truth, faults = RowBuilder(limits.types), _Truth(), []
@@ -78,7 +76,7 @@ class AnswerTask(Task):
         for i, windows in encode_chunks(tokenizer, questions, contexts, **how):
             row = examples[i]
             try:
-                found = _answers(row.get(column), row[context])
+                found = _answers(row.get(columns.answers), row[context])
             except DataError as fault:
                 faults.append(f"row {i}: {fault}")
                 continue

@@ -183,8 +183,6 @@ class ChoiceTask(Task):
         """Return the loss."""
         return ChoiceObjective(None)
 
-    of_held_out = objective
-
     def collate(self, usual: CollateRows, rows: Any, batches: Any, accumulate: int) -> CollateLists:
         """Return the collate function for choices, in the same layout as ``usual``."""
         return CollateLists.like(usual)

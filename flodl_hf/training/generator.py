@@ -368,8 +368,6 @@ class GeneratorTask(MaskedTask):
         """Return the loss of training."""
         return JointObjective()
 
-    of_held_out = objective
-
     def collate(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateMasked:
         """Return the collate function of steps of ``accumulate`` batches."""
         return CollateMasked.of_step(usual, rows, batches, accumulate, by_rows=False)

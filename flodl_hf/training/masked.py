@@ -188,8 +188,7 @@ class MaskedTask(Task):
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each text with the word of each token; lines without a token are left out."""
-        text = self.columns.text
-        assert text is not None
+        text: Any = self.columns.text
         check_texts(examples, text, "finetune")
         builder, owner = RowBuilder(limits.types), 0
         if self.concatenate:

@@ -86,14 +86,12 @@ class PairTask(Task):
         Raises:
             DataError: values that are no texts, or labels that are neither.
         """
-        text, pair, label = self.columns.text, self.columns.text_pair, self.columns.label
-        assert text is not None
-        assert pair is not None
-        for column in (text, pair):
+        columns: Any = self.columns
+        for column in (columns.text, columns.text_pair):
             check_texts(examples, column, where)
-        pairs = [(row[text], row[pair]) for row in examples]
-        if label is not None:
-            return pairs, _read_labels([row.get(label) for row in examples], label, where)
+        pairs = [(row[columns.text], row[columns.text_pair]) for row in examples]
+        if columns.label is not None:
+            return pairs, _read_labels([row.get(columns.label) for row in examples], columns.label, where)
         if len(pairs) < 2 and not self.ordered:
             raise DataError(f"{where}: found one pair without a label; expected more rows to combine it with", rows=1)
         found, labels = [], []
@@ -119,10 +117,6 @@ class PairTask(Task):
     def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None, /) -> Objective:
         """Return the loss of training."""
         return PretrainingObjective() if self.kind == "pairs" else super().objective(options, weights, own)
-
-    def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None, /) -> Objective:
-        """Return the loss of evaluation data."""
-        return PretrainingObjective() if self.kind == "pairs" else super().of_held_out(prepared, options, own)
 
     def collate(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateRows:
         """Return the collate function of steps of ``accumulate`` batches."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
 DOCUMENTS = (*POSITIVES, "documents", "docs", "passages", "candidates", "texts")
+PARTS = ("texts", "grades")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Candidates:
     grades: tuple[float, ...]
 
 
-def _role_columns(row: Mapping[str, Any], role_columns: Mapping[str, str] | None) -> list[str | None]:
+def _role_columns(row: Mapping[str, Any], role_columns: Mapping[str, str] | None) -> list[Any]:
     """Return the columns of questions, documents and labels."""
     asked = dict(role_columns or {})
     roles = (("anchor", ANCHORS), ("positive", DOCUMENTS), ("label", LABELS))
@@ -65,9 +66,19 @@ def has_lists(rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str]
 
 
 def read_lists(
-    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None, where: str = "train"
+    rows: Sequence[Mapping[str, Any]],
+    role_columns: Mapping[str, str] | None = None,
+    where: str = "train",
+    *,
+    grouped: bool = True,
 ) -> tuple[list[Candidates], Columns]:
     """Return questions with their candidates, and the columns.
+
+    Args:
+        rows: the table.
+        role_columns: columns by role.
+        where: name of the table in messages.
+        grouped: rows of one candidate form one list for each question; else each row is a list.
 
     Raises:
         DataError: columns are ambiguous, or a row has different numbers of labels and documents.
@@ -78,31 +89,33 @@ def read_lists(
     if table.form == "triplets":
         found = [Candidates(row[0], row[1:], (1.0, *[0.0] * (len(row) - 2))) for row in table.texts]
         return found, table.columns
-    if table.form == "teacher_scores" and table.labels is not None:
-        scores = table.labels.reshape(len(table.texts), -1)
-        if scores.shape[1] == table.width - 2:  # differences from the positive
-            scores = np.concatenate([np.zeros((len(scores), 1)), -scores], 1)
-        parts = zip(table.texts, scores.tolist(), strict=True)
-        return [Candidates(row[0], tuple(row[1:]), tuple(own)) for row, own in parts], table.columns
-    if table.form not in ("binary", "scored") or table.labels is None:
+    if table.form not in ("teacher_scores", "binary", "scored") or table.labels is None:
         raise DataError(
-            f"{where}: rank: found {table.form}; expected a question with a list of documents and a list of labels, a "
-            "question, a document and a label, or a question with a positive and negatives",
+            f"rank: found {table.form}; expected a question, a document and a label, a question with a list "
+            "of documents and a list of labels, or a question with a positive and negatives (flodl-hf mine finds some)",
             form=table.form,
         )
-    groups: dict[str, list[tuple[str, float]]] = {}
-    for row, label in zip(table.texts, table.labels.tolist(), strict=True):
-        groups.setdefault(row[0], []).append((row[1], float(label)))
-    found = [Candidates(q, tuple(t for t, _ in own), tuple(g for _, g in own)) for q, own in groups.items()]
-    return found, table.columns
+    scores = table.labels.reshape(len(table.texts), -1)
+    if scores.shape[1] == table.width - 2:  # differences from the positive
+        scores = np.concatenate([np.zeros((len(scores), 1)), -scores], 1)
+    parts = zip(table.texts, scores.tolist(), strict=True)
+    found = [Candidates(row[0], row[1:], tuple(map(float, own))) for row, own in parts]
+    if not grouped or table.form == "teacher_scores":
+        return found, table.columns
+    groups: dict[str, list[Candidates]] = {}
+    for one in found:
+        groups.setdefault(one.question, []).append(one)
+    lists = [
+        Candidates(question, *(tuple(value for one in own for value in getattr(one, name)) for name in PARTS))
+        for question, own in groups.items()
+    ]
+    return lists, table.columns
 
 
 def _of_columns(
     rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None, where: str
 ) -> tuple[list[Candidates], Columns]:
     question, documents, label = _role_columns(rows[0], role_columns)
-    assert question is not None
-    assert documents is not None
     found, wrong = [], []
     for i, row in enumerate(rows):
         texts, labels = row.get(documents), row.get(label or "")
@@ -141,8 +154,7 @@ def prepare_lists(
         right: the number of the right text of each, which is its label then, in place of the grades of all.
     """
     builder, cut, lengths = RowBuilder(limits.types), 0, []
-    pairs = [(one.question, text) for one in lists for text in one.texts]
-    for _, row in _encode_pairs(tokenizer, pairs, limits):
+    for _, row in _encode_lists(tokenizer, lists, limits):
         builder.add(row, len(lengths))
         lengths.append(len(row.ids))
         cut += row.truncated
@@ -156,10 +168,9 @@ def prepare_lists(
     return TextRows([rows], [np.zeros((len(lists), 0), np.int64)]), cut
 
 
-def _encode_pairs(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limits: LengthLimits
-) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the row of tokens of each pair; the longer text is truncated."""
+def _encode_lists(tokenizer: Tokenizer, lists: Sequence[Candidates], limits: LengthLimits) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the row of tokens of each question with a candidate; the longer text is truncated."""
+    pairs = [(one.question, text) for one in lists for text in one.texts]
     how = {"max_tokens": limits.max_tokens, "offsets": False, "cut": "longest", "overflow": "truncate"}
     for i, group in encode_chunks(tokenizer, *map(list, zip(*pairs, strict=True)), **how):
         yield i, group[0]
@@ -252,14 +263,10 @@ class RankTask(Task):
                 problems.add(["neftune: lists of candidates take none; leave it out"])
             if kind is None:
                 loss = make_loss(word, options.loss_options, LIST_LOSSES)
-        columns = None
+        columns: Any = None
         with problems:
-            if kind is None:
-                columns = read_lists(rows, options.columns)[1]
-            else:
-                _, _, columns = _pairs(rows, options.columns, "train", bounded=kind == "multi_label")
+            columns = _read(rows, options.columns, "train", kind)[1]
         problems.check()
-        assert columns is not None
         if kind is None:
             return cls(columns, options.columns, loss)
         # The mean squared error applies to the logits.
@@ -281,18 +288,18 @@ class RankTask(Task):
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return a row for each question with each of its candidates, or one for each question with all of them."""
-        where = "train" if training else "eval"
-        if self.loss is not None:
-            lists, _ = read_lists(examples, self.role_columns, where)
+        where, kind = "train" if training else "eval", self.kind if self.loss is None else None
+        lists, _ = _read(examples, self.role_columns, where, kind)
+        if kind is None:
             listed, cut = prepare_lists(lists, tokenizer, limits)
-            return Prepared(listed, None if training else self._worth(lists), cut)  # type: ignore[arg-type]
-        pairs, grades, _ = _pairs(examples, self.role_columns, where, bounded=self.kind == "multi_label")
+            truth: Any = range(len(lists)), self._worth(lists), 0.0
+            return Prepared(listed, None if training else truth, cut)  # type: ignore[arg-type]
+        pairs = [(one.question, (grade,)) for one in lists for grade in one.grades]
         builder, cut = RowBuilder(limits.types), 0
-        for i, row in _encode_pairs(tokenizer, pairs, limits):
-            builder.add(row, i, labels=np.asarray([grades[i]], np.float32))
+        for i, row in _encode_lists(tokenizer, lists, limits):
+            builder.add(row, i, labels=np.asarray(pairs[i][1], np.float32))
             cut += row.truncated
-        truth = None if training else ([first for first, _ in pairs], grades)
-        return Prepared(builder.build(), truth, cut)
+        return Prepared(builder.build(), None if training else (*zip(*pairs, strict=True), 0.5), cut)
 
     def _worth(self, lists: Sequence[Candidates]) -> list[tuple[float, ...]]:
         """Return what candidates are worth: their labels, none below 0; of a teacher's scores the first is right."""
@@ -302,106 +309,70 @@ class RankTask(Task):
 
     def scorer(self, prepared: Prepared) -> Any:
         """Return a new scorer."""
-        return _ListScorer(prepared.truth) if self.loss is not None else _Scorer(*prepared.truth)
+        return _Scorer(*prepared.truth)
 
     def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None, /) -> Any:
         """Return the loss of training."""
         return super().objective(options, weights, own) if self.loss is None else ListObjective(self.loss)
-
-    def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None, /) -> Any:
-        """Return the loss of evaluation data."""
-        return super().of_held_out(prepared, options, own) if self.loss is None else ListObjective(self.loss)
 
     def collate(self, usual: CollateRows, rows: Any, batches: Any, accumulate: int) -> CollateRows:
         """Return the collate function, in the same layout as ``usual``."""
         return usual if self.loss is None else CollateLists.like(usual)
 
 
-def _pairs(
-    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None, where: str, *, bounded: bool
-) -> tuple[list[tuple[str, str]], list[float], Columns]:
-    """Return questions with candidates, their relevance, and the columns.
+def _read(
+    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None, where: str, kind: Kind | None
+) -> tuple[list[Candidates], Columns]:
+    """Return questions with candidates and their grades, and the columns.
 
     Args:
         rows: the table.
         role_columns: columns by role.
         where: name of the table in messages.
-        bounded: labels go from 0 to 1.
+        kind: kind of the loss of a pair; None for a loss of lists.
     """
-    table = None if has_lists(rows, role_columns) else read_table(rows, role_columns, where).as_scores
-    if table is None or table.form == "teacher_scores":
-        lists, columns = read_lists(rows, role_columns, where)
-        pairs = [(one.question, text) for one in lists for text in one.texts]
-        grades = [grade for one in lists for grade in one.grades]
-    elif table.form == "triplets":
-        pairs = [(row[0], text) for row in table.texts for text in row[1:]]
-        return pairs, [float(k == 0) for row in table.texts for k in range(len(row) - 1)], table.columns
-    elif table.form not in ("binary", "scored") or table.labels is None:
-        raise DataError(
-            f"rank: found {table.form}; expected a question, a passage and a label from 0 to 1, a question with lists "
-            "of passages and labels, or a question with a positive and negatives (flodl-hf mine finds some)",
-            form=table.form,
-        )
-    else:
-        columns, grades = table.columns, [float(value) for value in table.labels]
-        pairs = [(row[0], row[1]) for row in table.texts]
-    if bounded and (min(grades) < 0 or max(grades) > 1):
+    lists, columns = read_lists(rows, role_columns, where, grouped=kind is None)
+    grades = [grade for one in lists for grade in one.grades]
+    if kind == "multi_label" and (min(grades) < 0 or max(grades) > 1):
         raise DataError(
             f"rank: labels go from {min(grades):g} to {max(grades):g}; expected 0 (does not fit) to 1 (fits), grades "
             "between them; MSELoss and losses of lists take any",
             least=min(grades),
             most=max(grades),
         )
-    return pairs, grades, columns
-
-
-class _ListScorer(Scorer):
-    def __init__(self, worth: Sequence[tuple[float, ...]]) -> None:
-        super().__init__(CollectedValues())
-        self.worth = worth
-
-    def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Add the scores of the candidates of one question; padding is last."""
-        self.parts[0].update(example, scores[0][: len(self.worth[example])].tolist())
-
-    def compute(self) -> dict[str, float]:
-        """Return the ranking metrics."""
-        found = self.parts[0].items
-        return _figures([found[i] for i in sorted(found)], [self.worth[i] for i in sorted(found)], 0.0)
+    return lists, columns
 
 
 class _Scorer(Scorer):
-    def __init__(self, questions: list[str], grades: list[float]) -> None:
-        super().__init__(CollectedValues())
-        self.questions, self.grades = questions, grades
-
-    def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Add the score of one pair."""
-        self.parts[0].update(example, float(scores[0].reshape(-1)[0]))
-
-    def compute(self) -> dict[str, float]:
-        """Return the average precision of all pairs, and the ranking metrics."""
-        groups: dict[str, list[tuple[float, float]]] = {}
-        for example, given in sorted(self.parts[0].items.items()):
-            groups.setdefault(self.questions[example], []).append((given, self.grades[example]))
-        scores, worth = ([[pair[k] for pair in group] for group in groups.values()] for k in (0, 1))
-        return _figures(scores, worth, 0.5)
-
-
-def _figures(scores: Sequence[Sequence[float]], worth: Sequence[Sequence[float]], least: float) -> dict[str, float]:
-    """Return average precision over all pairs and ranking metrics; NaN if undefined.
+    """Average precision of all candidates, and ranking metrics of each question.
 
     Args:
-        scores: scores of each question's candidates.
-        worth: their relevance grades.
+        questions: of each example; examples with an equal one are ranked together.
+        worth: relevance grades of the candidates of each example.
         least: minimum grade of a relevant candidate; 0 for any positive grade.
     """
-    figures: dict[str, float] = dict.fromkeys(FIGURES, float("nan"))
-    if not scores:
+
+    def __init__(self, questions: Sequence[Any], worth: Sequence[Sequence[float]], least: float) -> None:
+        super().__init__(CollectedValues())
+        self.questions, self.worth, self.least = questions, worth, least
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> None:
+        """Add the scores of the candidates of one example; padding is last."""
+        self.parts[0].update(example, scores[0].reshape(-1)[: len(self.worth[example])].tolist())
+
+    def compute(self) -> dict[str, float]:
+        """Return the metrics; NaN if undefined."""
+        groups: dict[Any, tuple[list[float], list[float]]] = {}
+        for example, given in sorted(self.parts[0].items.items()):
+            scores, worth = groups.setdefault(self.questions[example], ([], []))
+            scores += given
+            worth += self.worth[example]
+        figures: dict[str, float] = dict.fromkeys(FIGURES, float("nan"))
+        if not groups:
+            return figures
+        flat, true = (np.concatenate([group[k] for group in groups.values()]) for k in (0, 1))
+        figures["ap"] = average_precision(flat, true >= self.least if self.least else true > 0)
+        several = [group for group in groups.values() if len(set(group[1])) > 1]
+        if several:
+            figures |= ranking_figures(*zip(*several, strict=True))
         return figures
-    flat, true = np.concatenate([*map(np.asarray, scores)]), np.concatenate([*map(np.asarray, worth)])
-    figures["ap"] = average_precision(flat, true >= least if least else true > 0)
-    several = [(one, own) for one, own in zip(scores, worth, strict=True) if len(set(own)) > 1]
-    if several:
-        figures |= ranking_figures([one for one, _ in several], [own for _, own in several])
-    return figures

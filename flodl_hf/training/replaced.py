@@ -103,8 +103,7 @@ class ReplacedTask(Task):
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the windows of each text; lines without a token are left out."""
         words, tags = self.columns.words, self.columns.tags
-        source = self.columns.text if words is None else words
-        assert source is not None
+        source: Any = self.columns.text if words is None else words
         if words is None:
             check_texts(examples, source, "train" if training else "eval")
         known = [] if words is None else _read_tags(examples, words, tags, "train" if training else "eval")

@@ -103,13 +103,12 @@ class SequenceTask(Task):
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return one row for each text, or one for each window of it."""
-        text, pair, label = self.columns.text, self.columns.text_pair, self.columns.label
-        assert text is not None
-        assert label is not None
+        columns: Any = self.columns
+        text, pair = columns.text, columns.text_pair
         for column in (text, pair):
             if column is not None:
                 check_texts(examples, column, "finetune")
-        values = self._values([row.get(label) for row in examples])
+        values = self._values([row.get(columns.label) for row in examples])
         builder, weights, cut = RowBuilder(limits.types), [], 0
         how: Any = {"cut": None if pair is None else "longest", "overflow": "truncate"}
         if limits.windows:

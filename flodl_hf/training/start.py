@@ -92,8 +92,7 @@ class ModelFactory:
         from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
         from flodl_hf.nn.layers.parts import as_whole
 
-        model = self._read("auto")
-        assert model.source is not None
+        model: Any = self._read("auto")
         stored = model.source.manifest.tensors
         kinds = {DTYPES[stored[as_whole(name)].dtype] for name in model.source.placed.values()}
         if kinds != {model.dtype}:

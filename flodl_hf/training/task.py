@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -205,7 +205,7 @@ class Task:
 
     def of_held_out(self, prepared: Prepared, options: Options, own: LossFunction | None, /) -> Any:
         """Return the loss of evaluation data."""
-        return Objective(self.kind, mask_padding=options.masks_padding, own=own)
+        return self.objective(replace(options, label_smoothing=0.0, neftune=None), None, own)
 
     def collate(self, usual: CollateRows, rows: Any, batches: Any, accumulate: int) -> CollateRows:
         """Return the collate function of steps of ``accumulate`` batches, in the same layout as ``usual``."""

@@ -148,11 +148,9 @@ class TokenTask(Task):
         rename = dict(zip(self.stored, self.labels, strict=True)) if self.stored else {}
         builder, truth, faults = RowBuilder(limits.types), _Truth(), []
         words = self.columns.words
+        source: Any = words or self.columns.text
         if words is None:
-            assert self.columns.text is not None
-            check_texts(examples, self.columns.text, "finetune")
-        source = words or self.columns.text
-        assert source is not None
+            check_texts(examples, source, "finetune")
         how = {"max_tokens": limits.max_tokens, "stride": limits.shared(STRIDE, 3), "words": words is not None}
         for i, windows in encode_chunks(tokenizer, [row[source] for row in examples], **how):
             try:
@@ -180,11 +178,10 @@ class TokenTask(Task):
                 raise DataError(f"found {type(given).__name__}; expected a list of tags")
             tags = [str(tag) for tag in given]
             return units, [rename.get(tag, tag) for tag in tags]
-        assert self.columns.text is not None
-        assert self.columns.spans is not None
-        text = row[self.columns.text]
+        columns: Any = self.columns
+        text = row[columns.text]
         units = word_units(windows, text=text)
-        spans = read_character_spans(row[self.columns.spans], index)
+        spans = read_character_spans(row[columns.spans], index)
         beyond = [span for span in spans if span[1] > len(text)]
         if beyond:
             raise DataError(

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -100,8 +100,7 @@ def train(
         report: called with each step and its loss.
     """
     data = sentences()
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
+    tokenizer: Any = model.tokenizer
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, weight_decay=0.05)
     model.train()

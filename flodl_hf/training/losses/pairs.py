@@ -67,7 +67,7 @@ class VectorLoss:
         numbers = {name: getattr(self, name) for name in self.positive}
         return found + [f"{name} is {n}; expected a number above 0" for name, n in numbers.items() if not n > 0]
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean loss, a scalar.
 
         Args:
@@ -103,9 +103,8 @@ class CoSENTLoss(VectorLoss):
         """Return the similarity of each pair."""
         return PAIRWISE["cosine"](a, b)
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the loss of all pairs of pairs together."""
-        assert labels is not None
         scores = self.similarity(vectors[0], vectors[1]).float() * self.scale
         # the score of a pair minus the score of a pair with a higher label, for all combinations
         table = (scores[:, None] - scores[None]).masked_fill(labels[:, None] >= labels[None], -torch.inf)
@@ -131,9 +130,8 @@ class CosineSimilarityLoss(VectorLoss):
 
     forms: ClassVar[tuple[Form, ...]] = ("scored", "binary")
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over the pairs."""
-        assert labels is not None
         return F.mse_loss(torch.cosine_similarity(vectors[0], vectors[1]), labels.to(vectors[0].dtype))
 
 
@@ -152,9 +150,8 @@ class ContrastiveLoss(VectorLoss):
     forms: ClassVar[tuple[Form, ...]] = ("binary", "scored")
     choices: ClassVar[Mapping[str, Collection[Any]]] = {"distance": DISTANCES}
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over the pairs."""
-        assert labels is not None
         far = DISTANCES[self.distance](vectors[0], vectors[1])
         alike = labels.to(far.dtype)
         return (0.5 * (alike * far.pow(2) + (1 - alike) * F.relu(self.margin - far).pow(2))).mean()
@@ -170,9 +167,8 @@ class OnlineContrastiveLoss(ContrastiveLoss):
     forms: ClassVar[tuple[Form, ...]] = ("binary",)
     in_batch: ClassVar[bool] = True
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the sum over the hard pairs."""
-        assert labels is not None
         far = DISTANCES[self.distance](vectors[0], vectors[1])
         alike, apart = labels == 1, labels == 0
         # the bounds are computed without counting pairs, which would synchronise with the device
@@ -200,7 +196,7 @@ class TripletLoss(VectorLoss):
     forms: ClassVar[tuple[Form, ...]] = ("triplets",)
     choices: ClassVar[Mapping[str, Collection[Any]]] = {"distance": DISTANCES}
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over the triplets; of several negatives each makes one."""
         anchor, positive = vectors[:2]
         near = self._far(anchor, positive)
@@ -216,9 +212,8 @@ class MSELoss(VectorLoss):
 
     forms: ClassVar[tuple[Form, ...]] = ("teacher_vectors",)
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over all numbers."""
-        assert labels is not None
         theirs = labels.unbind(1) if labels.dim() == 3 else [labels] * len(vectors)
         parts = [self.distance(mine, their.to(mine.dtype)) for mine, their in zip(vectors, theirs, strict=True)]
         return torch.stack(parts).mean()
@@ -274,13 +269,12 @@ class MarginMSELoss(VectorLoss):
     forms: ClassVar[tuple[Form, ...]] = ("teacher_scores",)
     choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": PAIRWISE}
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over questions and candidates.
 
         Raises:
             TrainError: there are more or fewer scores than texts.
         """
-        assert labels is not None
         positive = self.measure(vectors[0], vectors[1])
         margins = torch.stack([positive - self.measure(vectors[0], other) for other in vectors[2:]], 1)
         labels = labels[:, None] if labels.dim() == 1 else labels
@@ -310,13 +304,12 @@ class DistillKLDivLoss(VectorLoss):
     choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": PAIRWISE}
     positive = ("temperature",)
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over questions.
 
         Raises:
             TrainError: there are more or fewer scores than candidates.
         """
-        assert labels is not None
         measure = PAIRWISE[self.similarity]
         scores = torch.stack([measure(vectors[0], other) for other in vectors[1:]], 1)
         check_scores(labels, scores, "a score for each candidate")
@@ -367,9 +360,8 @@ class _OfClasses(VectorLoss):
     in_batch: ClassVar[bool] = True
     choices: ClassVar[Mapping[str, Collection[Any]]] = {"distance": TABLES}
 
-    def tables(self, vectors: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def tables(self, vectors: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return distances, which two are of one class, and which of those are two, each ``(texts, texts)``."""
-        assert labels is not None
         same = labels[:, None] == labels[None]
         return (
             TABLES[self.distance](vectors),
@@ -381,7 +373,7 @@ class _OfClasses(VectorLoss):
 class BatchAllTripletLoss(_OfClasses):
     """All triplets of the batch that are not easy yet."""
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over those triplets."""
         far, same, positive = self.tables(vectors[0], labels)
         # one anchor after the other: a cube of all triplets would not fit
@@ -395,11 +387,11 @@ class BatchAllTripletLoss(_OfClasses):
 class BatchHardTripletLoss(_OfClasses):
     """For each text the farthest of its class and the nearest of another."""
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over the texts."""
         return F.relu(self.gap(vectors, labels) + self.margin).mean()
 
-    def gap(self, vectors: Sequence[Tensor], labels: Tensor | None) -> Tensor:
+    def gap(self, vectors: Sequence[Tensor], labels: Any) -> Tensor:
         """Return the distance of the hardest positive minus that of the hardest negative."""
         far, same, positive = self.tables(vectors[0], labels)
         most = far.amax(1, keepdim=True)
@@ -409,7 +401,7 @@ class BatchHardTripletLoss(_OfClasses):
 class BatchHardSoftMarginTripletLoss(BatchHardTripletLoss):
     """The same without a margin: the softplus of the gap."""
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over the texts."""
         return F.softplus(self.gap(vectors, labels)).mean()
 
@@ -417,7 +409,7 @@ class BatchHardSoftMarginTripletLoss(BatchHardTripletLoss):
 class BatchSemiHardTripletLoss(_OfClasses):
     """For each two of a class the nearest other text that is farther than they are apart, or else the farthest."""
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over two texts of a class."""
         far, same, positive = self.tables(vectors[0], labels)
         others = far.masked_fill(same, torch.inf)

@@ -71,9 +71,7 @@ class MatryoshkaLoss(_Wrapped):
         """Whether examples may have different numbers of texts."""
         return getattr(self.loss, "ragged", False)
 
-    def __call__(
-        self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None, **further: Any
-    ) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None, **further: Any) -> Tensor:
         """Return the sum over the sizes; ``further`` is for the loss."""
         size = vectors[0].shape[-1]
         total = vectors[0].new_zeros(())
@@ -115,7 +113,7 @@ class AdaptiveLayerLoss(_Wrapped):
         wrong = self.layer_weighting not in known
         return [f"layer_weighting is {self.layer_weighting!r}; expected one of {', '.join(known)}"] if wrong else []
 
-    def __call__(self, layers: Sequence[Sequence[Tensor]], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, layers: Sequence[Sequence[Tensor]], labels: Any, own: slice | None = None) -> Tensor:
         """Return the sum over the layers."""
         *prior, last = layers
         total = self.loss(last, labels, own) * self.last_layer_weight
@@ -193,7 +191,7 @@ class MultipleNegativesRankingLoss(VectorLoss):
     def __call__(
         self,
         vectors: Sequence[Tensor],
-        labels: Tensor | None,
+        labels: Any,
         own: slice | None = None,
         *,
         there: Tensor | None = None,
@@ -276,7 +274,7 @@ class MegaBatchMarginLoss(VectorLoss):
     forms: ClassVar[tuple[Form, ...]] = ("pairs", "texts")
     in_batch: ClassVar[bool] = True
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over the anchors; with ``own`` over those alone, against the partners of all."""
         queries, partners = vectors[0], vectors[1]
         rows = max(1, MAX_SCORES // len(partners))
@@ -320,13 +318,12 @@ class GISTEmbedLoss(VectorLoss):
     def __call__(
         self,
         vectors: Sequence[Tensor],
-        labels: Tensor | None,
+        labels: Any,
         own: slice | None = None,
         *,
         there: Tensor | None = None,
     ) -> Tensor:
         """Return the mean over the anchors; with ``own`` over those alone, against the texts of all."""
-        assert labels is not None
         own = own or slice(0, len(vectors[0]))
         guide = labels.unbind(1)
         here = torch.arange(own.start, own.stop, device=vectors[0].device)
@@ -385,7 +382,7 @@ class GlobalOrthogonalRegularizationLoss(VectorLoss):
         wrong = [] if both else ["mean_weight and second_moment_weight are 0; expected one of them above 0"]
         return super().faults() + wrong
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the loss of the batch, in which each of an example's texts is spread among its like."""
         terms = torch.stack([self._of(column) for column in vectors])
         value = terms.sum() if self.aggregation == "sum" else terms.mean()

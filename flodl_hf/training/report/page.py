@@ -191,8 +191,7 @@ def _softmax(scores: Any) -> Any:
 def _single(run: Run) -> list[str]:
     scores, truth = _softmax(np.asarray(run.predictions, np.float64)), np.asarray(run.truth, np.int64)
     names = list(run.labels)
-    found = label_table("single_label", scores, truth, names)
-    assert found is not None
+    found: Any = label_table("single_label", scores, truth, names)
     table, shown, kept = _most_frequent(found)
     predicted, count = np.asarray(found.confusion).sum(0), len(names)
     caption = "" if len(kept) == count else f"The {len(kept)} most frequent of {count} labels."
@@ -249,8 +248,7 @@ def _tokens(run: Run) -> list[str]:
         [[label, *(str(row.get(kind, 0)) for kind in SPAN_ERRORS)] for label, row in counts.items()],
     )
     caption = "Each true span is counted once, with its best match; spurious spans match no true span."
-    by_word = label_table("tokens", run.predictions, run.truth, run.labels)
-    assert by_word is not None
+    by_word: Any = label_table("tokens", run.predictions, run.truth, run.labels)
     words, names, _ = _most_frequent(by_word)
     return [
         f"<figure><h3>What became of spans</h3><div class=scroll>{table}</div>"

@@ -101,7 +101,8 @@ def attach_projection(
     there: Any = model.beside
     if there is not None:
         return there.notes
-    recipe, notes = model.sentence_recipe, []
+    recipe: Any = model.sentence_recipe
+    notes: list[str] = []
     late = None if recipe is None else recipe.late
     if late is None:
         late, notes = _new_projection(model, settings or {}, max_length, seed)
@@ -113,7 +114,6 @@ def attach_projection(
         )
     layers = [Learning(layer) for layer in late.projections]
     model.beside = Projections(layers, notes)
-    assert recipe is not None
     model.sentence_recipe = replace(recipe, late=replace(late, projections=tuple(layers)))
     return notes
 
@@ -174,9 +174,7 @@ def take_out(model: EncoderModel) -> None:
         return
     layers: Any = list(model.beside.children())
     model.beside = None
-    recipe = model.sentence_recipe
-    assert recipe is not None
-    assert recipe.late is not None
+    recipe: Any = model.sentence_recipe
     late = replace(recipe.late, projections=tuple(layer.learned() for layer in layers))
     model.sentence_recipe = replace(recipe, late=late, files=_projection_files(model, recipe, late))
 

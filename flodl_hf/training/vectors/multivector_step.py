@@ -91,7 +91,7 @@ class MultiVectorMultipleNegativesRankingLoss(VectorLoss):
     positive = ("scale",)
     choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": SIMILARITIES}
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over the queries; with ``own`` over those alone, against the documents of all.
 
         Args:
@@ -155,13 +155,12 @@ class MultiVectorDistillKLDivLoss(VectorLoss):
             return [f"a temperature is no number: {fault}"]
         return super().faults() + ([] if above else ["a temperature is not above 0"])
 
-    def __call__(self, vectors: Sequence[Tensor], labels: Tensor | None, own: slice | None = None) -> Tensor:
+    def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over queries.
 
         Raises:
             TrainError: there are more or fewer scores than documents.
         """
-        assert labels is not None
         scores = torch.stack([scores_of_pairs(vectors[0], each, self.similarity) for each in vectors[1:]], 1)
         check_scores(labels, scores, "a score for each document")
         student, teacher = self._temperatures
