@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-import numpy as np
-
 from flodl.train import RateSearch
 from flodl.train.trials import Rehearsal
 from flodl_hf.inference.graph_model import GraphModel
-from flodl_hf.training.evaluation import Evaluation, Own
+from flodl_hf.training.evaluation import Own
 from flodl_hf.training.job import Job, plan_job, read_arguments
 from flodl_hf.training.options import FinetuneArguments
 from flodl_hf.training.run import check_free
@@ -92,7 +90,7 @@ def dry_run(model: str | Path | EncoderModel, **arguments: Unpack[FinetuneArgume
         len(job.rows),
         int(job.rows.lengths.sum()),
         int(job.rows.lengths.max()),
-        {name: len(one.prepared.rows) for name, one in _sets(job).items()},
+        {} if job.evaluation is None else {k: len(one.prepared.rows) for k, one in job.evaluation.sets.items()},
         None if job.options.tokens_per_batch is not None else job.options.batch_size,
         job.steps,
         needs,
@@ -136,24 +134,15 @@ def _vectors_kept(model: str | Path | EncoderModel) -> Iterator[None]:
         model.sentence_recipe = before
 
 
-def _sets(job: Job) -> dict[str, Evaluation]:
-    return {} if job.evaluation is None else dict(job.evaluation.sets)
-
-
 def _evaluate_some(job: Job) -> dict[str, float]:
     """Return metrics of a few evaluation rows of each set, to check the evaluation."""
-    figures: dict[str, float] = {}
+    if job.evaluation is None:
+        return {}
     mode = job.model.training
-    job.model.eval()
     try:
-        for name, one in _sets(job).items():
-            first = one.units()[0]
-            losses, scorer = one._evaluate(job.model, first)
-            found = one._figures(losses, scorer)
-            figures |= {f"{name}/{figure}" if name else figure: float(np.float64(v)) for figure, v in found.items()}
+        return {name: float(value) for name, value in job.evaluation(job.model.eval(), units=1).items()}
     finally:
         job.model.train(mode)
-    return figures
 
 
 def find_lr(

@@ -265,7 +265,7 @@ def _task_of(model: EncoderModel, rows: list[dict[str, Any]], options: Options) 
 
 def _plan(
     model: EncoderModel, data: Any, options: Options, own: Own, *, is_loss_inherited: bool
-) -> tuple[Evaluation | Evaluations, Task, list[str]]:
+) -> tuple[Evaluations, Task, list[str]]:
     """Return what evaluates the model, the task, and remarks."""
     tables = read_tables(None, data, options)
     name = _task_of(model, tables.train, options)
@@ -354,7 +354,7 @@ def _check_labels(model: EncoderModel, task: Task, tables: Tables) -> None:
 Found = tuple[dict[str, float], dict[str, EvalPredictions]]
 
 
-def _alone(model: EncoderModel, evaluation: Evaluation | Evaluations, device: str | torch.device) -> Found:
+def _alone(model: EncoderModel, evaluation: Evaluations, device: str | torch.device) -> Found:
     if under_torchrun():
         ranks = join_ranks(device=None)
         try:
@@ -365,11 +365,11 @@ def _alone(model: EncoderModel, evaluation: Evaluation | Evaluations, device: st
     return evaluation(model), _seen(evaluation)
 
 
-def _on_rank(ranks: Ranks, model: EncoderModel, evaluation: Evaluation | Evaluations) -> Found:
+def _on_rank(ranks: Ranks, model: EncoderModel, evaluation: Evaluations) -> Found:
     """Return the metrics of all ranks, with predictions on the first."""
     figures = evaluation.on_ranks(model.to(ranks.device).eval(), ranks, (1.0,) * ranks.world)
     return figures, _seen(evaluation) if ranks.rank == 0 or under_torchrun() else {}
 
 
-def _seen(evaluation: Evaluation | Evaluations) -> dict[str, EvalPredictions]:
+def _seen(evaluation: Evaluations) -> dict[str, EvalPredictions]:
     return {name: one.seen or EvalPredictions(name) for name, one in evaluation.sets.items()}

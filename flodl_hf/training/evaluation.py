@@ -226,21 +226,20 @@ class Evaluation:
     own: Any = None
     seen: EvalPredictions | None = None
 
-    @property
-    def sets(self) -> dict[str, Evaluation]:
-        """This evaluation as the only set, without a name."""
-        return {"": self}
-
     def scorer(self) -> Scorer:
         """Return a new scorer."""
         scorer = self.task.scorer(self.prepared)
         scorer = scorer if self.own is None else OwnScorer(scorer, self.task, self.own)
         return scorer if self.seen is None else OwnScorer(scorer, self.task, self.seen)
 
-    def __call__(self, model: Any) -> dict[str, float]:
-        """Return the figures, ``eval_loss`` first; the model must be in evaluation mode."""
-        losses, scorer = self._evaluate(model, [batch for unit in self.units() for batch in unit])
-        return self._figures(losses, scorer)
+    def __call__(self, model: Any, units: int | None = None) -> dict[str, float]:
+        """Return the figures, ``eval_loss`` first; the model must be in evaluation mode.
+
+        Args:
+            model: the model.
+            units: number of units that are evaluated; None for all.
+        """
+        return self._figures(*self._evaluate(model, [batch for unit in self.units()[:units] for batch in unit]))
 
     def on_ranks(self, model: Any, ranks: Ranks, speeds: Sequence[float]) -> dict[str, float]:
         """Return the metrics; every rank evaluates a share of the data.
@@ -365,7 +364,7 @@ LOWER_IS_BETTER = ("eval_loss", "perplexity", "mse", "rmse", "mae")
 
 @dataclass(frozen=True)
 class Evaluations:
-    """Several evaluation sets; metrics are named ``<set>/<metric>``.
+    """The evaluation sets of a run; metrics are named ``<set>/<metric>``, or ``<metric>`` of a set without a name.
 
     Args:
         sets: evaluations; the main metric of the first selects the best model by default.
@@ -373,16 +372,20 @@ class Evaluations:
 
     sets: Mapping[str, Evaluation]
 
-    def __call__(self, model: Any) -> dict[str, float]:
-        """Return the figures of all sets."""
-        return self._named({name: one(model) for name, one in self.sets.items()})
+    def __call__(self, model: Any, units: int | None = None) -> dict[str, float]:
+        """Return the figures of all sets; arguments as for `Evaluation`."""
+        return self._named({name: one(model, units) for name, one in self.sets.items()})
 
     def on_ranks(self, model: Any, ranks: Ranks, speeds: Sequence[float]) -> dict[str, float]:
         """Return the figures of all sets, to which every rank contributes."""
         return self._named({name: one.on_ranks(model, ranks, speeds) for name, one in self.sets.items()})
 
     def _named(self, found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        return {f"{name}/{figure}": value for name, figures in found.items() for figure, value in figures.items()}
+        return {
+            f"{name}/{figure}".removeprefix("/"): value
+            for name, figures in found.items()
+            for figure, value in figures.items()
+        }
 
     def check_metric(self, name: str) -> str:
         """Return the name of a figure with its set and sign; by default of the first set.
@@ -395,17 +398,21 @@ class Evaluations:
         """
         sign, bare = ("-", name[1:]) if name.startswith("-") else ("", name)
         at, _, figure = bare.partition("/")
-        if at not in self.sets:
+        if "" in self.sets:
+            at, figure = "", bare
+        elif at not in self.sets:
             named = [(one, f"{start}{one}_") for start in ("eval_", "") for one in sorted(self.sets, key=len)]
             fits = [(one, bare.removeprefix(start)) for one, start in named if bare.startswith(start)]
             at, figure = fits[-1] if fits else (next(iter(self.sets)), bare)
         found = self.sets[at].check_metric(sign + figure)
+        if not at:
+            return found
         return f"-{at}/{found[1:]}" if found.startswith("-") else f"{at}/{found}"
 
 
 def collect_predictions(
     model: Any,
-    evaluation: Evaluation | Evaluations,
+    evaluation: Evaluations,
     figures: Mapping[str, float] | None = None,
     best: EvalPredictions | None = None,
 ) -> EvalPredictions | None:

@@ -115,7 +115,7 @@ class Job:
     batches: Any
     collate: CollateRows
     objective: Objective | VectorObjective
-    evaluation: Evaluation | Evaluations | None
+    evaluation: Evaluations | None
     steps: int
     name: str
     own: Own
@@ -291,7 +291,7 @@ def prepare_held_out(
 
 def make_evaluation(
     task: Task, options: Options, own: Own, parts: Mapping[str, Prepared], collate: CollateRows, kept: Collection[str]
-) -> Evaluation | Evaluations | None:
+) -> Evaluations | None:
     """Return the evaluation of all evaluation sets; None if there are none.
 
     Args:
@@ -303,14 +303,14 @@ def make_evaluation(
         kept: names of sets whose predictions and gold labels are stored.
     """
     size = options.eval_batch_size or micro_batch_rows(options) or options.rows_in_batch
-    found = {
+    sets = {
         name: Evaluation(
             task, part, task.collate_held_out(collate, part.rows), task.of_held_out(part, options, own.loss), size,
             options.precision, options.seed, own.metrics, EvalPredictions(name) if name in kept else None,
         )
         for name, part in parts.items()
     }  # fmt: skip
-    return found.get("") or (Evaluations(found) if found else None)
+    return Evaluations(sets) if sets else None
 
 
 def row_limits(task: Task, opened: EncoderModel, tokenizer: Any, options: Options) -> LengthLimits:

@@ -174,6 +174,11 @@ def _stopped(stop: BaseException, job: Job, notes: _Notes, target: Path | None, 
         )  # fmt: skip
 
 
+def _fits_twice(model: EncoderModel) -> bool:
+    """Return whether the memory has room for a copy of a model."""
+    return 2 * _bytes_to_write(model) <= (available_memory() or sys.maxsize)
+
+
 def _bytes_to_write(model: EncoderModel) -> int:
     size = sum(plan.nbytes for plan in contents_of(model).plans.values())
     return size if model.dtype_in_shards is None else size * model.dtype_in_shards.itemsize // model.dtype.itemsize
@@ -197,10 +202,9 @@ def _train(
         stack.callback(job.conclude, job.model)
         for tracker in trackers:
             stack.callback(tracker.end)
-        fits = 2 * _bytes_to_write(job.model) <= (available_memory() or sys.maxsize)
-        # Under torchrun every rank keeps the best weights, since there may be no folder that all of them can read.
         metric = job.metric if options.keep_best else None  # of the best weights
-        if metric is not None and trains_here(options) and (fits or under_torchrun()):
+        # Under torchrun every rank keeps the best weights, since there may be no folder that all of them can read.
+        if metric is not None and trains_here(options) and (under_torchrun() or _fits_twice(job.model)):
             seen = None if job.evaluation is None else next(iter(job.evaluation.sets.values())).seen
             notes.best = Best(metric, job.model, seen)
         folder = _checkpoint_folder(options, target)

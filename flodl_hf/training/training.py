@@ -81,10 +81,9 @@ def fingerprint_of(job: Job) -> dict[str, Any]:
     passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric", "lora", "adapter"}
     asked = {name: _json(value) for name, value in job.options.to_dict().items() if name not in passed}
     asked["long_texts"] = {"truncate": "cut"}.get(job.options.long_texts, job.options.long_texts)  # as older runs
-    sets = {} if job.evaluation is None else job.evaluation.sets
     judged = {
         f"eval rows{name and f' of {name}'}": _digest(one.prepared.rows, _answers(job.task, job.tables.evals[name]))
-        for name, one in sets.items()
+        for name, one in (job.evaluation.sets.items() if job.evaluation is not None else ())
     }
     return {
         **REMOVED,
@@ -188,7 +187,7 @@ def train_job(
         trackers: called with events; their errors are logged and training continues.
         monitor: looks on.
     """
-    builder = make_builder(job, on_event, stack, folder).progress(progress, total=job.steps).set(monitor=monitor)
+    builder = make_builder(job, on_event, stack, folder, monitor).progress(progress, total=job.steps)
     for tracker in trackers:
         builder.subscribe(tracker)
     try:
@@ -207,7 +206,7 @@ def train_job(
 
 
 def make_builder(
-    job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder: Path | None = None
+    job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder: Path | None = None, monitor: Any = None
 ) -> TrainerBuilder:
     """Return the run of a planned job, not begun yet; arguments as for `train_job`."""
     options = job.options
@@ -218,7 +217,21 @@ def make_builder(
         )
     else:
         optimizer = sgd(options.lr, momentum=options.beta1, weight_decay=options.weight_decay)
-    builder = (
+    saving: dict[str, Any] = {}
+    if folder is not None:
+        saving = {
+            "folder": str(folder),
+            # every evaluation needs a checkpoint to restore the best weights
+            "save_every": options.save_every or options.eval_every,
+            "keep_last": options.keep_last,
+            "keep_best": job.metric if options.keep_best else None,
+            "resume": bool(options.resume),
+            "allow_change": () if isinstance(options.resume, bool) else tuple(options.resume),
+            "save_epochs": "idle",
+            "save_end": _saved_at_end(job, folder),
+            "identity": fingerprint_of(job) if _is_kept(job, folder) else {},
+        }
+    return (
         Trainer.builder(factory, optimizer, job.objective)
         .dataset(job.rows, collate=job.collate, batches=job.batches)
         .set(
@@ -244,35 +257,18 @@ def make_builder(
                 Notes(job.notes, job.metric),
             ),
             ema=None if options.ema is None else Ema(options.ema),
+            eval_every=options.eval_every,
+            early_stopping=None if options.early_stopping is None else (job.metric, options.early_stopping),
+            devices=options.places,
+            policy=options.policy,
+            shard=options.shard,
+            monitor=monitor,
+            **saving,
             **observed_of(job),
         )
+        .eval_fn(job.evaluation)
         .subscribe(on_event)
     )
-    if job.evaluation is not None:
-        builder.eval_fn(job.evaluation).set(eval_every=options.eval_every)
-    if options.early_stopping is not None:
-        builder.set(early_stopping=(job.metric, options.early_stopping))
-    if folder is not None:
-        builder.checkpoints(
-            str(folder),
-            # every evaluation needs a checkpoint to restore the best weights
-            every=options.save_every or options.eval_every,
-            keep_last=options.keep_last,
-            keep_best=job.metric if options.keep_best else None,
-            resume=bool(options.resume),
-            allow_change=() if isinstance(options.resume, bool) else options.resume,
-        ).set(
-            save_epochs="idle",
-            save_end=_saved_at_end(job, folder),
-            identity=fingerprint_of(job) if _is_kept(job, folder) else {},
-        )
-    if options.places is not None:
-        builder.devices(options.places)
-    if options.policy is not None:
-        builder.policy(options.policy)
-    if options.shard is not None:
-        builder.set(shard=options.shard)
-    return builder
 
 
 def _saved_at_end(job: Job, folder: Path) -> bool | float:

@@ -12,7 +12,6 @@ from finetune_tables import TABLES, labelled
 
 from flodl_hf.training import finetune
 from flodl_hf.training.batching import ENOUGH, SIZES, few_steps, steps_of, usual_batch_size
-from flodl_hf.training.evaluation import Evaluation
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import Options, make_options
 
@@ -76,8 +75,8 @@ def test_what_is_chosen_is_said_in_a_line_and_stands_in_the_plan(base: Path) -> 
     job = plan_job(base, labelled(48), labelled(4), make_options({}), tell=lines.append)
     assert (job.options.batch_size, job.batches.batch_size, job.steps) == (4, 4, 36)
     assert lines[1] == "batch_size: 4 (48 rows: 36 steps in place of 6; batch_size=32 to overrule)"
-    assert isinstance(job.evaluation, Evaluation)
-    assert job.evaluation.batch_size == job.options.eval_batch_size == 32
+    assert job.evaluation is not None
+    assert job.evaluation.sets[""].batch_size == job.options.eval_batch_size == 32
 
 
 LEFT: dict[str, dict[str, Any]] = {

@@ -49,7 +49,7 @@ def test_two_ranks_find_the_figures_of_one(name: str, base: Path) -> None:
 def test_batches_have_every_window_once_and_units_share_no_example(batch_size: int, base: Path) -> None:
     rows = TABLES["question_answering"](33)
     job = plan_job(base, rows, rows, make_options({**SMALL, "batch_size": batch_size}))
-    assert isinstance(job.evaluation, Evaluation)
+    assert job.evaluation is not None
     units, owners = job.evaluation.units(), job.evaluation.prepared.rows.owners
     assert np.bincount(owners).max() > 1
     batches = [batch for unit in units for _, batch in unit]
@@ -142,10 +142,11 @@ def test_the_best_model_is_neither_evaluated_again_nor_read_back(
 def test_the_loss_of_an_evaluation_is_summed_in_the_order_of_its_batches(reverse: bool, base: Path) -> None:
     rows = TABLES["sequence_classification"](12)
     job = plan_job(base, rows, rows, make_options(SMALL))
-    assert isinstance(job.evaluation, Evaluation)
+    assert job.evaluation is not None
     # Ranks contribute their losses in any order; these values have other sums in other orders.
     losses = [(0, 1e16, 1.0), (1, 1.0, 1.0), (2, -1e16, 1.0), (3, 1.0, 1.0)]
-    figures = job.evaluation._figures(losses[::-1] if reverse else losses, job.evaluation.scorer())
+    one = job.evaluation.sets[""]
+    figures = one._figures(losses[::-1] if reverse else losses, one.scorer())
     assert figures["eval_loss"] == 0.25
 
 
@@ -166,10 +167,10 @@ def test_what_was_seen_of_other_weights_is_judged_again(base: Path) -> None:
     rows = TABLES["sequence_classification"](12)
     job = plan_job(base, rows, rows, make_options(SMALL))
     model = job.model.eval()
-    assert isinstance(job.evaluation, Evaluation)
+    assert job.evaluation is not None
     figures = job.evaluation(model)
     seen = collect_predictions(model, job.evaluation, figures)
-    assert seen is job.evaluation.seen
+    assert seen is job.evaluation.sets[""].seen
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1)
@@ -183,5 +184,5 @@ def test_what_was_seen_of_other_weights_is_judged_again(base: Path) -> None:
 def test_predictions_are_kept_by_one_process_for_a_report(ranks: int, report: bool, seen: bool, base: Path) -> None:
     rows = TABLES["sequence_classification"](12)
     job = plan_job(base, rows, rows, make_options({**SMALL, "report": report, "devices": ["cpu"] * ranks}))
-    assert isinstance(job.evaluation, Evaluation)
-    assert (job.evaluation.seen is not None) == seen
+    assert job.evaluation is not None
+    assert (job.evaluation.sets[""].seen is not None) == seen

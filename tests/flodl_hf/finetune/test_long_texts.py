@@ -76,7 +76,7 @@ def test_windows_are_judged_as_predict_answers(
     job = plan_job(base, rows, rows, make_options(options))
     evaluation = job.evaluation
     assert evaluation is not None
-    prepared = evaluation.prepared
+    prepared = evaluation.sets[""].prepared
     assert len(job.rows) == len(prepared.rows) > len(rows)
     assert job.rows.lengths.max() <= 16
     # each window has the label of its text

@@ -16,7 +16,6 @@ from flodl.errors import ConfigError, TrainError
 from flodl.train.schedule import Constant
 from flodl.train.step import route
 from flodl_hf.training import batching, finetune
-from flodl_hf.training.evaluation import Evaluation
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
 from flodl_hf.training.step import SEEDS, noisy, row_seeds, uniform_noise
@@ -128,10 +127,10 @@ def test_each_row_epoch_and_seed_has_noise_of_its_own() -> None:
 def test_evaluation_and_prediction_have_no_noise(base: Path) -> None:
     rows = TABLES["sequence_classification"](40)
     planned = plan_job(base, rows[:24], rows[24:], make_options(FIXED))
-    assert isinstance(planned.evaluation, Evaluation)
+    assert planned.evaluation is not None
     usual = plan_job(base, rows[:24], rows[24:], make_options({**FIXED, "neftune": None})).evaluation
     assert planned.evaluation(planned.model.eval()) == usual(planned.model)  # type: ignore[misc]
-    assert SEEDS not in planned.evaluation.collate([planned.rows.get(0)], Where(0, 0, 0, (0,)))
+    assert SEEDS not in planned.evaluation.sets[""].collate([planned.rows.get(0)], Where(0, 0, 0, (0,)))
 
 
 def test_what_cannot_be_together_is_refused(base: Path) -> None:
