@@ -101,8 +101,7 @@ def attach_projection(
     there: Any = model.beside
     if there is not None:
         return there.notes
-    recipe: Any = model.sentence_recipe
-    notes: list[str] = []
+    recipe, notes = model.sentence_recipe, []
     late = None if recipe is None else recipe.late
     if late is None:
         late, notes = _new_projection(model, settings or {}, max_length, seed)
@@ -114,6 +113,7 @@ def attach_projection(
         )
     layers = [Learning(layer) for layer in late.projections]
     model.beside = Projections(layers, notes)
+    assert recipe is not None
     model.sentence_recipe = replace(recipe, late=replace(late, projections=tuple(layers)))
     return notes
 

@@ -50,7 +50,8 @@ def test_batches_have_every_window_once_and_units_share_no_example(batch_size: i
     rows = TABLES["question_answering"](33)
     job = plan_job(base, rows, rows, make_options({**SMALL, "batch_size": batch_size}))
     assert job.evaluation is not None
-    units, owners = job.evaluation.units(), job.evaluation.prepared.rows.owners
+    one = job.evaluation.sets[""]
+    units, owners = one.units(), one.prepared.rows.owners
     assert np.bincount(owners).max() > 1
     batches = [batch for unit in units for _, batch in unit]
     assert sorted(np.concatenate(batches).tolist()) == list(range(len(owners)))
