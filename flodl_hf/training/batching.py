@@ -168,33 +168,27 @@ def batch_rows(
         masking: replaces tokens of a batch before it is learned from; None replaces nothing.
         max_tokens: the most that the model takes.
     """
-    vectors = task if isinstance(task, EmbeddingTask) else None
+    vectors, on_cuda = task if isinstance(task, EmbeddingTask) else None, _on_cuda(options)
     if task.kind == "spans" and not options.masks_padding:
         options = replace(options, layout="padded")  # packed rows have no padding to include in the loss
-    layout, unrecorded = _batch_layout(options, own, vectors)
+    layout, unrecorded = _layout(options), None if vectors is None else vectors.unrecorded
+    if own.loss is not None and vectors is None:
+        unrecorded = "a loss of your own does not know of what batches are filled up with, so they are not"
+    if layout == "bucketed" and (options.cache_tokens is not None or (unrecorded and vectors is None)):
+        layout = "packed"  # parts of a batch have other shapes
     batches = _batches(options, rows, layout) if vectors is None else vectors.batches(rows)
     collate = CollateRows(pad_id, layout, masking, noise=bool(options.neftune))
     laid = task.laid(rows)
     if layout == "bucketed":
         collate = _shaped(collate, options, laid, batches, max_tokens)
-    elif layout == "padded" and unrecorded is None and _has_widths(options, task):
+    # A loss that includes padding depends on the padded length of a batch, so that length is kept.
+    elif layout == "padded" and unrecorded is None and on_cuda and (task.kind != "spans" or options.masks_padding):
         cut: Any = {"micro_batch_size": micro_batch_rows(options), "accumulate": options.accumulate}
         collate = replace(collate, widths=choose_widths(laid.lengths, laid.widest, batches, **cut))
     notes = () if vectors is None else batches.notes()
-    if unrecorded and _on_cuda(options):
+    if unrecorded and on_cuda:
         notes += (f"steps are launched one operation at a time, with the same numbers, because {unrecorded}",)
     return Batching(batches, collate, layout, unrecorded, notes)
-
-
-def _batch_layout(options: Options, own: Own, vectors: EmbeddingTask | None) -> tuple[Any, str | None]:
-    """Return the layout of batches, and why steps are not captured; None if they are."""
-    layout = _layout(options)
-    unrecorded = None if vectors is None else vectors.unrecorded
-    if own.loss is not None and vectors is None:
-        unrecorded = "a loss of your own does not know of what batches are filled up with, so they are not"
-    if layout == "bucketed" and (options.cache_tokens is not None or (unrecorded and vectors is None)):
-        layout = "packed"  # parts of a batch have other shapes
-    return layout, unrecorded
 
 
 def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:
@@ -212,12 +206,6 @@ def evaluation_layout(options: Options) -> Literal["padded", "packed"]:
     return "padded" if _layout(options) == "padded" else "packed"
 
 
-def _has_widths(options: Options, task: Task) -> bool:
-    """Return whether padded batches have a few fixed widths, for captured steps."""
-    # A loss that includes padding depends on the padded length of a batch, so that length is kept.
-    return _on_cuda(options) and (task.kind != "spans" or options.masks_padding)
-
-
 def _on_cuda(options: Options) -> bool:
     """Return whether training is on CUDA devices."""
     devices = options.places
@@ -228,7 +216,9 @@ def _on_cuda(options: Options) -> bool:
 def _shaped(collate: CollateRows, options: Options, laid: Laid, batches: Any, most: int | None) -> CollateRows:
     """Return the collate function with the shapes that its batches are filled up to."""
     ranks = options.ranks if options.policy in (None, "sync") else 1  # others take whole batches
-    longest = _most(int(laid.widest.max()), most)
+    widest = int(laid.widest.max())
+    # Rounded up so that other data have the same; no more than the model takes.
+    longest = max(widest, min(-(-widest // 16) * 16, most or widest))
     shapes = partial(
         choose_shapes, laid.lengths, batches, longest,
         accumulate=options.accumulate, texts_per_row=laid.texts, ranks=ranks,
@@ -240,11 +230,6 @@ def _shaped(collate: CollateRows, options: Options, laid: Laid, batches: Any, mo
 def micro_batch_rows(options: Options) -> int | None:
     """Return the micro-batch size if it is a number."""
     return None if isinstance(options.micro_batch_size, str) else options.micro_batch_size
-
-
-def _most(longest: int, bound: int | None) -> int:
-    """Return the most tokens of a row, rounded up so that other data have the same; no more than the model takes."""
-    return max(longest, min(-(-longest // 16) * 16, bound or longest))
 
 
 def _batches(options: Options, rows: EncodedRows, layout: str) -> Any:

@@ -80,7 +80,7 @@ def report(job: Job, result: FinetuneResult, predictions: EvalPredictions | None
 
     return report_page(
         Run(
-            title=f"{hub_name(job.name) or Path(job.name).name}, fine-tuned",
+            title=job_name(job),
             task=result.task,
             kind=job.task.kind,
             labels=getattr(job.task, "names", None) or job.task.labels or (),

@@ -160,10 +160,7 @@ def binary_figures(first: Any, second: Any, labels: Any, *, measure: str = "cosi
 
 def threshold_figures(scores: Any, truth: Any) -> dict[str, float]:
     """Return the figures of `binary_figures` for scores and truth, numpy arrays ``(pairs,)``."""
-    order = np.argsort(-scores, kind="stable")
-    ranked, alike = scores[order], truth[order]
-    ends = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)  # the last pair above each threshold
-    hits = np.cumsum(alike)[ends]
+    ranked, ends, hits = hits_above(scores, truth)
     taken, total, count = ends + 1, int(truth.sum()), len(truth)
     midway = [(ranked[end] + ranked[end + 1]) / 2 for end in ends[:-1]]
     bounds = np.array([*midway, ranked[-1]])
@@ -189,12 +186,17 @@ def threshold_figures(scores: Any, truth: Any) -> dict[str, float]:
     }
 
 
+def hits_above(scores: Any, truth: Any) -> tuple[Any, Any, Any]:
+    """Return scores from the highest, the last place of each distinct one, and the true ones up to there."""
+    order = np.argsort(-scores, kind="stable")
+    ranked = scores[order]
+    ends = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)
+    return ranked, ends, np.cumsum(truth[order])[ends]
+
+
 def average_precision(scores: Any, truth: Any) -> float:
     """Return the mean precision at each recall that is reached; equal scores are taken together."""
-    order = np.argsort(-scores, kind="stable")
-    ranked, alike = scores[order], truth[order]
-    ends = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)
-    hits = np.cumsum(alike)[ends]
+    _, ends, hits = hits_above(scores, truth)
     if not hits[-1]:
         return 0.0
     steps = np.diff(hits, prepend=0) / hits[-1]
@@ -340,28 +342,21 @@ def figures_of_found(
     return figures
 
 
-def _reciprocal(hits: Any, counts: Any, k: int) -> Any:
-    return np.where(hits.any(1), 1.0 / (hits.argmax(1) + 1), 0.0)
-
-
 def _gain(hits: Any, counts: Any, k: int) -> Any:
     discounts = 1.0 / np.log2(np.arange(k) + 2)
     best = np.cumsum(discounts)[np.minimum(counts, k) - 1]
     return (hits * discounts[: hits.shape[1]]).sum(1) / best
 
 
-def _average_precision(hits: Any, counts: Any, k: int) -> Any:
-    precisions = np.cumsum(hits, 1) / (np.arange(hits.shape[1]) + 1)
-    return (precisions * hits).sum(1) / np.minimum(k, counts)
-
-
 _FIGURES: dict[str, Any] = {
     "accuracy": lambda hits, counts, k: hits.any(1),
     "precision": lambda hits, counts, k: hits.sum(1) / k,
     "recall": lambda hits, counts, k: hits.sum(1) / counts,
-    "mrr": _reciprocal,
+    "mrr": lambda hits, counts, k: np.where(hits.any(1), 1.0 / (hits.argmax(1) + 1), 0.0),
     "ndcg": _gain,
-    "map": _average_precision,
+    "map": lambda hits, counts, k: (
+        (np.cumsum(hits, 1) / (np.arange(hits.shape[1]) + 1) * hits).sum(1) / np.minimum(k, counts)
+    ),
 }
 
 

@@ -136,18 +136,15 @@ class GeneratorStart:
             self._check(model, generator)
             if generator.tokenizer is None:
                 generator.tokenizer = model.tokenizer
-            if self.adapter is not None:
-                self._adapt(generator)
+            try:
+                if self.adapter is not None:
+                    generator.add_adapter(self.adapter)
+            except ConfigError as fault:
+                raise ConfigError(f"generator: {self.name}: {fault.message}", problems=fault.problems) from None
         if model.active_adapter is None and generator.active_adapter is None:
             _share(model, generator)  # an adapter belongs to its own base, so a base shares no embeddings
         generator.__dict__["begun_from"] = self
         model.beside = generator
-
-    def _adapt(self, generator: MaskedLM) -> None:
-        try:
-            generator.add_adapter(self.adapter)
-        except ConfigError as fault:
-            raise ConfigError(f"generator: {self.name}: {fault.message}", problems=fault.problems) from None
 
     def _check(self, model: EncoderModel, generator: MaskedLM) -> None:
         """Raise if the vocabularies of generator and discriminator differ.

@@ -9,7 +9,7 @@ with negatives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -199,7 +199,6 @@ class ListObjective:
     """
 
     loss: Any
-    weights: None = field(default=None, init=False)
 
     reads_num_rows = False  # counts are taken from the labels, so captured steps serve batches of any number of rows
 

@@ -61,10 +61,8 @@ def make_schedule(
         if "end" in given:
             given["floor"] = given.pop("end") / base
         return CosineFloor(base, total, rise, **given)
-    if kind == "cosine_with_restarts":
-        return CosineRestarts(base, total, rise, **given)
-    if kind == "polynomial":
-        return Polynomial(base, total, rise, **given)
+    if kind in ("cosine_with_restarts", "polynomial"):
+        return (Polynomial if kind == "polynomial" else CosineRestarts)(base, total, rise, **given)
     if kind == "inverse_sqrt":
         return InverseSqrt(base, rise, **given)
     if kind == "warmup_stable_decay":

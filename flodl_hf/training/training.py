@@ -28,6 +28,7 @@ from flodl.train.saving.reading import ranked, read_checkpoint, signed
 from flodl.train.saving.state import load_model, model_state
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.settings import flat_words
+from flodl_hf.models.transformers_methods import freeze
 from flodl_hf.training.evaluation import EvalPredictions
 from flodl_hf.training.job import Job
 from flodl_hf.training.observation import observed_of
@@ -90,7 +91,7 @@ def fingerprint_of(job: Job) -> dict[str, Any]:
         **asked,
         **_json(flat_words(job.options.adapter)),
         "loss": _json(job.own.loss),
-        "class_weights": job.objective.weights,
+        "class_weights": getattr(job.objective, "weights", None),
         "metric": job.metric,
         "model": _hash_of_start(job),
         "train rows": _digest(job.rows, None),
@@ -451,9 +452,8 @@ def _factory(job: Job, stack: ExitStack) -> Any:
 
 def _ready(job: Job, model: EncoderModel, stack: ExitStack) -> None:
     """Freeze and set dropout, and have both put back when the training is over."""
-    factory = ModelFactory("", "", None, None, job.options.freeze, None, {})
     learned = [p for p in model.parameters() if p.requires_grad]
-    factory.ready(model)
+    freeze(model, job.options.freeze)
     stack.callback(lambda: [p.requires_grad_(True) for p in learned])
     if job.options.gradient_checkpointing:
         stack.callback(restore_layers, model)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from flodl.data import Where
 from flodl.train import Loss
 from flodl_hf.nn.layout.buckets import round_up
+from flodl_hf.training.losses import USUAL
 from flodl_hf.training.losses.pairs import Form, MarginMSELoss, VectorLoss, check_scores
 from flodl_hf.training.rows import CollateRows, TakenRows
 from flodl_hf.training.step import score
@@ -176,9 +177,7 @@ MULTIVECTOR_LOSSES: dict[str, Any] = {
 """By name."""
 
 MULTIVECTOR_USUAL: dict[Form, str] = {
-    "pairs": "MultiVectorMultipleNegativesRankingLoss",
-    "triplets": "MultiVectorMultipleNegativesRankingLoss",
-    "teacher_scores": "MultiVectorMarginMSELoss",
+    form: f"MultiVector{name}" for form, name in USUAL.items() if form in ("pairs", "triplets", "teacher_scores")
 }
 """The loss of each form of data where none is named."""
 

@@ -114,16 +114,9 @@ def _triplets(columns: Sequence[Tensor], texts: Any, labels: Any, measure: str) 
     return {"triplet_accuracy": float(np.average(parts, weights=counts)) if parts else math.nan}
 
 
-def _similarities(columns: Sequence[Tensor], _: Any, labels: Any, measure: str) -> dict[str, float]:
-    return similarity_figures(columns[0], columns[1], labels, measure=measure)
-
-
-def _binary(columns: Sequence[Tensor], _: Any, labels: Any, measure: str) -> dict[str, float]:
-    return binary_figures(columns[0], columns[1], labels, measure=measure)
-
-
-def _clusters(columns: Sequence[Tensor], _: Any, labels: Any, measure: str) -> dict[str, float]:
-    return clustering_figures(columns[0], labels)
+def _of_two(figures: Callable[..., dict[str, float]]) -> Any:
+    """Return a function of `FormMetrics` that compares two columns with their labels."""
+    return lambda columns, texts, labels, measure: figures(columns[0], columns[1], labels, measure=measure)
 
 
 class FormMetrics(NamedTuple):
@@ -145,10 +138,14 @@ _OF_BINARY = ("accuracy", "accuracy_threshold", "f1", "f1_threshold", "precision
 METRICS: dict[Form, FormMetrics] = {
     "pairs": FormMetrics("ndcg@10", _FOUND, (_retrieval,)),
     "triplets": FormMetrics("ndcg@10", (*_FOUND, "triplet_accuracy"), (_retrieval, _triplets)),
-    "scored": FormMetrics("spearman", ("pearson", "spearman"), (_similarities,)),
-    "binary": FormMetrics("ap", _OF_BINARY, (_binary,)),
+    "scored": FormMetrics("spearman", ("pearson", "spearman"), (_of_two(similarity_figures),)),
+    "binary": FormMetrics("ap", _OF_BINARY, (_of_two(binary_figures),)),
     "pair_classes": FormMetrics(),
-    "classes": FormMetrics("neighbour_accuracy", ("neighbour_accuracy", "v_measure"), (_clusters,)),
+    "classes": FormMetrics(
+        "neighbour_accuracy",
+        ("neighbour_accuracy", "v_measure"),
+        (lambda columns, texts, labels, measure: clustering_figures(columns[0], labels),),
+    ),
     "texts": FormMetrics(),
     "teacher_scores": FormMetrics("triplet_accuracy", ("triplet_accuracy",), (_triplets,)),
     "teacher_vectors": FormMetrics(),

@@ -20,7 +20,7 @@ from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.sparse import SpladePooling
 from flodl_hf.nn.layout.segments import largest_of_texts
 from flodl_hf.training.batching import epoch_ends
-from flodl_hf.training.losses import make_loss, read_settings
+from flodl_hf.training.losses import USUAL, make_loss, read_settings
 from flodl_hf.training.losses.pairs import (
     AnglELoss,
     CoSENTLoss,
@@ -68,13 +68,9 @@ SPARSE_LOSSES: dict[str, Any] = {
 """By name."""
 
 SPARSE_USUAL: dict[Form, str] = {
-    "pairs": "SparseMultipleNegativesRankingLoss",
-    "triplets": "SparseMultipleNegativesRankingLoss",
-    "texts": "SparseMultipleNegativesRankingLoss",
-    "scored": "SparseCoSENTLoss",
-    "binary": "SparseCoSENTLoss",
-    "teacher_scores": "SparseMarginMSELoss",
-    "teacher_vectors": "SparseMSELoss",
+    form: f"Sparse{name}"
+    for form, name in {**USUAL, "binary": "CoSENTLoss"}.items()
+    if f"Sparse{name}" in SPARSE_LOSSES
 }
 """The loss of each form of data where none is named."""
 
@@ -169,21 +165,6 @@ class SpladeLoss:
         return total
 
 
-def penalties(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of the penalty, and the remaining settings for the loss.
-
-    Raises:
-        ConfigError: a value is invalid; ``problems`` lists all.
-    """
-    usual = {f.name: f.default for f in fields(SpladeLoss) if f.name != "loss"}
-    own = {name: value for name, value in settings.items() if name in usual}
-    absent = {name: None for name, value in own.items() if value is None or str(value).lower() in ("none", "")}
-    found, problems = read_settings({name: own[name] for name in own if name not in absent}, usual)
-    if problems:
-        raise ConfigError(f"loss_options of SpladeLoss: {'; '.join(problems)}", problems=problems)
-    return found | absent, {name: value for name, value in settings.items() if name not in usual}
-
-
 STRENGTH = "strength"
 BY_COSINE = ("scored", "binary")
 WORDS = ("words_first", "words_others")
@@ -204,12 +185,18 @@ class SparseTask(EmbeddingTask):
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
         """Return the loss with this name and its penalty; the settings of the run include both."""
-        penalty, settings = penalties(options.loss_options or {})
-        loss = SpladeLoss(make_loss(word, settings, SPARSE_LOSSES), **penalty)
-        problems = loss.faults()
-        if problems:
-            raise ConfigError(f"loss_options of SpladeLoss: {'; '.join(problems)}", problems=problems)
-        return loss
+        settings, usual = dict(options.loss_options or {}), {f.name: f.default for f in fields(SpladeLoss)[1:]}
+        own = {name: settings.pop(name) for name in list(settings) if name in usual}
+        absent: dict[str, Any] = {
+            name: None for name, value in own.items() if value is None or str(value).lower() in ("none", "")
+        }
+        penalty, problems = read_settings({name: own[name] for name in own if name not in absent}, usual)
+        if not problems:
+            loss = SpladeLoss(make_loss(word, settings, SPARSE_LOSSES), **penalty, **absent)
+            problems = loss.faults()
+            if not problems:
+                return loss
+        raise ConfigError(f"loss_options of SpladeLoss: {'; '.join(problems)}", problems=problems)
 
     def settle(self, model: EncoderModel) -> list[str]:
         """Configure sparse vectors as in the folder of the model, or as in SPLADE."""

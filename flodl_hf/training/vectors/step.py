@@ -325,11 +325,6 @@ class VectorObjective:
 
     per_token: ClassVar[tuple[str, ...]] = ("input_ids", "token_type_ids")
 
-    @property
-    def weights(self) -> None:
-        """Weights of labels, which vectors do not have."""
-        return
-
     reads_num_rows = False  # counts are taken from the labels, so captured steps serve batches of any number of rows
 
     def __call__(self, model: Any, batch: Any) -> Loss:

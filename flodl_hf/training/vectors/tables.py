@@ -159,7 +159,24 @@ def table_columns(
     rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None, where: str = "train"
 ) -> tuple[list[str], str | None]:
     """Return the columns of texts in order, and the column of labels; arguments and errors as in `read_table`."""
-    return _columns(column_names(rows[:1]), rows, dict(role_columns or {}), where)
+    names, asked = column_names(rows[:1]), asked_columns(rows[0], role_columns, ROLES, where)
+    label = asked["label"][0] if "label" in asked else known_column(names, LABELS)
+    if "anchor" in asked:
+        return [*asked["anchor"], *asked.get("positive", []), *asked.get("negative", [])], label
+    anchor, positive = known_column(names, ANCHORS), known_column(names, POSITIVES)
+    if anchor is not None and positive is not None:
+        negatives = [name for name in names if name.lower().rstrip("_0123456789") in NEGATIVES]
+        return [anchor, positive, *negatives], label
+    texts = [name for name in names if name != label]
+    strange = [name for name in texts if not _is_text(rows, name)]
+    if strange or not texts:
+        raise DataError(
+            f"{where}: which of the columns {names} are texts that belong together is not clear. Expected anchor and "
+            "positive (and negative, label), or only texts and a label; or set "
+            "columns={'anchor': ..., 'positive': ...}",
+            names=names,
+        )
+    return texts, label
 
 
 def _texts(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[Any], list[str]]:
@@ -213,29 +230,6 @@ def known_column(names: Iterable[str], known: Sequence[str]) -> str | None:
     """Return the column with the first of the known names, in any case; None if there is none."""
     lowered = {name.lower(): name for name in names}
     return next((lowered[name] for name in known if name in lowered), None)
-
-
-def _columns(
-    names: list[str], rows: Sequence[Mapping[str, Any]], role_columns: dict[str, str], where: str
-) -> tuple[list[str], str | None]:
-    asked = asked_columns(rows[0], role_columns, ROLES, where)
-    label = asked["label"][0] if "label" in asked else known_column(names, LABELS)
-    if "anchor" in asked:
-        return [*asked["anchor"], *asked.get("positive", []), *asked.get("negative", [])], label
-    anchor, positive = known_column(names, ANCHORS), known_column(names, POSITIVES)
-    if anchor is not None and positive is not None:
-        negatives = [name for name in names if name.lower().rstrip("_0123456789") in NEGATIVES]
-        return [anchor, positive, *negatives], label
-    texts = [name for name in names if name != label]
-    strange = [name for name in texts if not _is_text(rows, name)]
-    if strange or not texts:
-        raise DataError(
-            f"{where}: which of the columns {names} are texts that belong together is not clear. Expected anchor and "
-            "positive (and negative, label), or only texts and a label; or set "
-            "columns={'anchor': ..., 'positive': ...}",
-            names=names,
-        )
-    return texts, label
 
 
 def _is_text(rows: Sequence[Mapping[str, Any]], name: str) -> bool:

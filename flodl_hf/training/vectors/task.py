@@ -218,7 +218,7 @@ class EmbeddingTask(Task):
         further = before is not None and (
             before.splade is not None or before.late is not None or before.changes_states
         )  # fmt: skip
-        if before is not None and not before.routes and (further or (before.dense and not self._evaluated)):
+        if before is not None and not before.routes and (further or (before.dense and "evaluated" not in self._guides)):
             problems.append("the folder's vectors go through further modules than pooling, which are not trained here")
         if before is not None and before.routes:
             ways = ", ".join(before.routes)
@@ -229,7 +229,8 @@ class EmbeddingTask(Task):
             problems.append("pooling: the pooler's output is not trained here; expected mean, cls or another")
         scaled = options.normalize if options.normalize is not None else before.normalize if before else True
         size = model.config.encoder.hidden_size * len(names)
-        problems += [f"matryoshka: {dim} of vectors of {size} features" for dim in self._dims if dim > size]
+        dims = map(int, options.matryoshka)
+        problems += [f"matryoshka: {dim} of vectors of {size} features" for dim in dims if dim > size]
         if problems:
             raise ConfigError(f"finetune: {'; '.join(problems)}", problems=problems)
         if before is None:
@@ -262,10 +263,6 @@ class EmbeddingTask(Task):
         self._guides["evaluated"] = True
         return self.settle(model)
 
-    @property
-    def _evaluated(self) -> bool:
-        return bool(self._guides.get("evaluated"))
-
     def conclude(self, model: EncoderModel) -> None:
         """Detach the additional module, if any."""
         model.beside = None
@@ -274,10 +271,6 @@ class EmbeddingTask(Task):
         """Return the maximum tokens of a text in the folder, if stated."""
         recipe = model.sentence_recipe
         return [recipe.max_tokens] if recipe is not None and recipe.max_tokens is not None else []
-
-    @property
-    def _dims(self) -> list[int]:
-        return [int(dim) for dim in self.options.matryoshka]
 
     def objective(self, *_: Any) -> VectorObjective:
         """Return the loss of training."""

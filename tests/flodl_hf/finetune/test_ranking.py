@@ -101,7 +101,7 @@ def test_steps_are_those_of_a_plain_loop(base: Path) -> None:
 def test_figures_are_those_of_each_question(base: Path) -> None:
     job = plan_job(base, listed(), listed(3), make_options(ONE))
     evaluation: Any = job.evaluation
-    scorer = evaluation.scorer()
+    scorer = evaluation.sets[""].scorer()
     for i, score in enumerate([3.0, 2.0, 1.0, 1.0, 2.0, 3.0, 2.0, 3.0, 1.0]):
         scorer.update(i, [torch.tensor([score])])
     figures = scorer.compute()

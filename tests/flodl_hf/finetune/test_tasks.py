@@ -104,7 +104,7 @@ def test_exact_match_is_that_of_the_answers_that_are_given(base: Path) -> None:
 def test_the_answer_lies_in_the_window_that_points_at_it(base: Path) -> None:
     rows = questions()
     planned = job(base, rows, rows, max_length=24)
-    truth = planned.evaluation.prepared.truth
+    truth = planned.evaluation.sets[""].prepared.truth
     held = 0
     for i in range(len(planned.rows)):
         row, owner = planned.rows.get(i), int(planned.rows.owners[i])
