@@ -67,7 +67,7 @@ SPARSE_LOSSES: dict[str, Any] = {
 }  # fmt: skip
 """By name."""
 
-SPARSE_USUAL: dict[Form, str] = {
+SPARSE_USUAL: dict[Any, str] = {
     form: f"Sparse{name}"
     for form, name in {**USUAL, "binary": "CoSENTLoss"}.items()
     if f"Sparse{name}" in SPARSE_LOSSES
