@@ -26,7 +26,6 @@ from flodl_hf.training.losses.pairs import (
     CoSENTLoss,
     CosineSimilarityLoss,
     DistillKLDivLoss,
-    Form,
     MarginMSELoss,
     MSELoss,
     TripletLoss,
@@ -187,9 +186,7 @@ class SparseTask(EmbeddingTask):
         """Return the loss with this name and its penalty; the settings of the run include both."""
         settings, usual = dict(options.loss_options or {}), {f.name: f.default for f in fields(SpladeLoss)[1:]}
         own = {name: settings.pop(name) for name in list(settings) if name in usual}
-        absent: dict[str, Any] = {
-            name: None for name, value in own.items() if value is None or str(value).lower() in ("none", "")
-        }
+        absent: dict[str, Any] = dict.fromkeys(name for name in own if str(own[name]).lower() in ("none", ""))
         penalty, problems = read_settings({name: own[name] for name in own if name not in absent}, usual)
         if not problems:
             loss = SpladeLoss(make_loss(word, settings, SPARSE_LOSSES), **penalty, **absent)
