@@ -253,15 +253,12 @@ class LocalSteps:
                 self._send(flags)
             last = self._land(flags)
             if last.all_dry:
-                self._next_epoch()
+                self.epoch += 1
+                self.cursor = self._base = self._claimed = 0
+                self.pending, self._dry = [], False
                 yield last
                 return
             yield last
-
-    def _next_epoch(self) -> None:
-        self.epoch += 1
-        self.cursor = self._base = self._claimed = 0
-        self.pending, self._dry = [], False
 
     # ---- state ---------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
-"""The record of a run on disk: a file of deltas, one on each line, that is only appended to.
+"""The run of this process, and records on disk.
 
-A line that was cut off when a process ended is ignored, so a record remains readable whatever happened to its run.
+The events of a run wait in a queue; the monitor's thread records, writes and sends them. A record on disk is a file of
+deltas, one on each line, that is only appended to. A line that was cut off when a process ended is ignored, so a record
+remains readable whatever happened to its run.
 """
 
 from __future__ import annotations
@@ -8,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +22,15 @@ from typing import Any
 from flodl.errors import TrainError, printable
 from flodl.files import open_regular
 from flodl.monitor.record import RunRecord, as_text
+from flodl.monitor.recorder import Recorder, Throughput
+from flodl.monitor.resources import Resources, hardware
 
 RECORD_FILE = "run.jsonl"
 FIRST_LINE = {"flodl_run": 1}
 """Part of the first line of each session."""
 MAX_LINE = 64 << 20
+MAX_WAITING = 200_000
+"""Events in the queue; the oldest are dropped."""
 
 
 class Journal:
@@ -130,3 +138,125 @@ def _not_a_record(path: Path) -> TrainError:
         "Pass the folder of a run, or its run.jsonl.",
         path=str(path),
     )
+
+
+class LiveRun:
+    """The run of this process.
+
+    Args:
+        monitor: the `flodl.monitor.Monitor`; its store contains the record from the first event; its ``name``,
+            ``folder`` and ``throughput`` are read when the run begins.
+
+    Attributes:
+        record: the record.
+        is_over: whether the run has ended.
+        usage: newest reading of the machine.
+    """
+
+    def __init__(self, monitor: Any) -> None:
+        began, name = time.time(), monitor.name
+        plain = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40] or "run"
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(began))
+        self.record = RunRecord(f"{plain}-{stamp}-{secrets.token_hex(2)}", name, began)
+        self.recorder = Recorder(began)
+        self.is_over = False
+        self.usage: dict[str, float] = {}
+        self._monitor = monitor
+        self._journal: Journal | None = None
+        self._is_open, self._is_stored = False, False
+        self._queue: deque[Any] = deque(maxlen=MAX_WAITING)
+        self._resources: Resources | None = None
+        self._read_at = 0.0
+
+    def put(self, item: Any) -> None:
+        """Add an event, or a function that is called with this run; from any thread."""
+        self._queue.append(item)
+
+    def update(self, **parts: Any) -> None:
+        """Add parts of a delta; from any thread."""
+        self.put(lambda run: run.recorder.update(**parts))
+
+    # ---- called by the monitor, which has acquired its lock ------------------------------------------------------
+
+    def pump(self) -> None:
+        """Process the queue: record, write and send."""
+        for _ in range(len(self._queue)):
+            item: Any = self._queue.popleft()
+            kind = type(item).__name__
+            if kind == "RunStarted":
+                self.open(is_resumed=item.resumed_from is not None or item.step > 0)
+            if callable(item):
+                item(self)
+            else:
+                self.recorder.take(item)
+            if kind in ("RunDone", "RunFailed"):
+                self.is_over = kind == "RunDone" or not getattr(item, "restarts", 0)
+        if self._is_stored and not self.is_over:
+            self.read_machine()
+        self._store(self.recorder.delta())
+
+    def read_machine(self) -> None:
+        """Record the state of the machine, unless it was read a short time ago."""
+        now, every_s = time.monotonic(), self._monitor.resources_s
+        if not every_s or now - self._read_at < every_s:
+            return
+        self._read_at = now
+        if self._resources is None:
+            self._resources = Resources()
+            self.recorder.update(facts={"hardware": hardware()})
+        self.usage = self._resources.read()
+        self.recorder.points("", self.usage, self.recorder.step)
+
+    def open(self, is_resumed: bool) -> None:
+        """Begin the run, and its record on disk; a resumed run continues its earlier record."""
+        if self._is_open:
+            return
+        self._is_open, folder = True, self._monitor.folder
+        self.recorder.throughput = Throughput(**self._monitor.throughput)
+        self.recorder.update(name=self._monitor.name)
+        self._store(self.recorder.delta())
+        if folder is None:
+            return
+        try:
+            self._journal = Journal(folder, is_new=not is_resumed)
+        except Exception as fault:  # a monitor must not end a run
+            self.recorder.note(f"no record is written to disk: {fault}", "warning")
+            return
+        before, fresh = self._journal.record, self.record
+        if before is None:
+            self._write({**FIRST_LINE, **fresh.snapshot()})
+            return
+        # Later deltas are relative to the beginning of the earlier record.
+        self._monitor.store.records.pop(fresh.id)
+        before.id = before.id or fresh.id
+        self.record, self._is_stored = before, False
+        self.recorder = Recorder(before.began, **self._monitor.throughput)
+        known = fresh.snapshot()
+        self.recorder.update(**{key: known[key] for key in ("name", "facts", "state", "model", "picture")})
+        for _, step, level, text in fresh.log:
+            self.recorder.note(text, level, step=step)
+
+    def _store(self, delta: dict[str, Any] | None) -> None:
+        if delta is not None:
+            store, record = self._monitor.store, self.record
+            if not self._is_stored:
+                self._is_stored = True
+                store.add(record)
+                delta = {**FIRST_LINE, "id": record.id, "name": record.name, "began": record.began, **delta}
+            self._write(delta, store.fold(record, delta))
+
+    def _write(self, delta: Mapping[str, Any], text: str | None = None) -> None:
+        if self._journal is not None:
+            try:
+                self._journal.add(delta, text)
+            except OSError as fault:
+                self._journal = None
+                self.recorder.note(f"the record on disk ends here: {fault}", "warning")
+
+    def close(self) -> None:
+        """Process the queue and close files."""
+        self.pump()
+        self.is_over = True
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None

@@ -22,7 +22,7 @@ from flodl.errors import TrainError
 from flodl.files import write_atomically
 from flodl.monitor.architecture import facts_of, picture_of, tree_of
 from flodl.monitor.export import console_line, csv_of_record, csv_of_rows, duration_text, metric_text
-from flodl.monitor.live import LiveRun
+from flodl.monitor.journal import LiveRun
 from flodl.monitor.profiler import Profiler
 from flodl.monitor.record import RunRecord, as_text
 from flodl.monitor.resources import usage_text

@@ -12,8 +12,7 @@ from typing import Any
 
 from flodl.files import write_atomically
 from flodl.monitor.export import csv_text
-from flodl.monitor.lanes import MAX_BINS, Lanes
-from flodl.monitor.record import RunRecord, as_text
+from flodl.monitor.record import MAX_BINS, Lanes, RunRecord, as_text
 from flodl.monitor.store import RunStore
 
 # Kinds of spans by event, and the field with their duration in milliseconds.

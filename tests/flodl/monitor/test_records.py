@@ -11,8 +11,16 @@ import pytest
 
 from flodl.errors import CheckpointError, TrainError
 from flodl.monitor.journal import Journal, JournalReader, read_record
-from flodl.monitor.lanes import MAX_BINS, MAX_MEETINGS, Lanes
-from flodl.monitor.record import FIRST_LINES, MAX_EPOCHS, MAX_LINES, MAX_SERIES, RunRecord
+from flodl.monitor.record import (
+    FIRST_LINES,
+    MAX_BINS,
+    MAX_EPOCHS,
+    MAX_LINES,
+    MAX_MEETINGS,
+    MAX_SERIES,
+    Lanes,
+    RunRecord,
+)
 from flodl.monitor.recorder import FIRST_POINTS, MAX_POINTS_A_DELTA, Recorder
 from flodl.monitor.series import Series
 
