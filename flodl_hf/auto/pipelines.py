@@ -65,9 +65,9 @@ class Pipeline:
         """Where the model is."""
         return self.model.device
 
-    def _known(self, given: Mapping[str, Any]) -> None:
+    def _known(self, options: Mapping[str, Any]) -> None:
         known = [*_OPTIONS[self.task], *_RUNNING]
-        wrong = [f"{name}{nearest(name, known)}" for name in given if name not in known]
+        wrong = [f"{name}{nearest(name, known)}" for name in options if name not in known]
         if wrong:
             raise InputTypeError(f"{self.task} has no keyword {'; '.join(wrong)}; it has {', '.join(known)}")
 

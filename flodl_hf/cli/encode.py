@@ -41,7 +41,7 @@ OPTIONS = (
 
 @reporting
 @with_parameters((shared.MODEL, shared.SOURCE, OUT, *OPTIONS, shared.DEVICE, shared.JSON))
-def command(model: str, source: str, out: Path, device: str, json_output: bool, **given: Any) -> None:
+def command(model: str, source: str, out: Path, device: str, json_output: bool, **values: Any) -> None:
     """Write the vectors of a file's texts, in its order, as sentence-transformers' encode makes them.
 
     Parquet, Arrow and JSON lines keep the columns of the file next to the vector; .npy has vectors alone. A file may
@@ -54,5 +54,5 @@ def command(model: str, source: str, out: Path, device: str, json_output: bool, 
 
     check_target(out, SUFFIXES)
     expect_tokenizer(model, "encode")
-    said, empty = replace_aliases(chosen(given, OPTIONS)), "they have the vector of an empty text"
+    said, empty = replace_aliases(chosen(values, OPTIONS)), "they have the vector of an empty text"
     process_file("encode_file", model, source, out, said, device, json_output, doing="encoding", empty=empty)

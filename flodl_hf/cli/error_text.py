@@ -53,14 +53,14 @@ def in_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
         return text
     names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
 
-    def replaced(found: re.Match[str]) -> str:
-        if found["name"] is None:
-            return found[0]
-        (yes, no), value = options[found["name"]], found["value"]
+    def replaced(match: re.Match[str]) -> str:
+        if match["name"] is None:
+            return match[0]
+        (yes, no), value = options[match["name"]], match["value"]
         if yes.endswith("="):
             return yes + (value.lower() if value in ("True", "False") else _plain(value) if value else "...")
         if value in ("True", "False"):
-            return yes if value == "True" else no or found[0]
+            return yes if value == "True" else no or match[0]
         return yes if value is None else f"{yes} {_plain(value)}"
 
     # Where a message gives both spellings already, one is enough.

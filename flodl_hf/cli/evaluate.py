@@ -19,14 +19,14 @@ OPTIONS = {*EvaluateOptions.__annotations__, "devices"} - {"batch_size", "loss"}
 
 
 def _command() -> Callable[..., None]:
-    def command(**given: Any) -> None:
-        positional, named, json_output = given.pop("file"), given.pop("data"), given.pop("json_output")
-        model = given.pop("model")
+    def command(**values: Any) -> None:
+        positional, named, json_output = values.pop("file"), values.pop("data"), values.pop("json_output")
+        model = values.pop("model")
         if (positional is None) == (named is None):
             found = f"{positional!r} and {named!r}" if named else "no data"
             raise ConfigError(f"evaluate: found {found}, expected one file: --data FILE", problems=["data"])
         data = train_data(positional if named is None else named)
-        options = {name: parse(name, value) for name, value in given.items()}
+        options = {name: parse(name, value) for name, value in values.items()}
         devices = options.pop("devices")
         check_places("evaluation", {"model": model, "data": data})
         with prefetching(model, {"device": devices if isinstance(devices, str) else None}):

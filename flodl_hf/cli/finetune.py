@@ -78,26 +78,26 @@ def _loading(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"device": device, "mapped": values.get("shard") is not None}
 
 
-def _run(values: dict[str, Any], said: Mapping[str, Any]) -> None:
-    """Run the requested training; ``values`` as in recipes, ``said`` the command line."""
+def _run(values: dict[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Run the requested training; ``values`` as in recipes, ``arguments`` the command line."""
     from flodl.distributed.group import is_first_rank
     from flodl_hf.training.run import finetune
 
     name = values.pop("model")
     data = {"train": train_data(values.pop("train")), "eval": eval_data(values.pop("eval", None))}
-    target, trial = values.pop("out", None), said["dry_run"] or said["find_lr"]
-    overwrite = bool(values.pop("overwrite", False)) or said["overwrite"]
+    target, trial = values.pop("out", None), arguments["dry_run"] or arguments["find_lr"]
+    overwrite = bool(values.pop("overwrite", False)) or arguments["overwrite"]
     if target is None and not trial:
         target = usual_folder(name, again=bool(values.get("resume")) or overwrite)
         if is_first_rank():
             say(f"the model will be written to {target}; --out DIR names another folder")
-    monitor = None if trial else _monitor(said["dashboard"], said["dashboard_control"])
+    monitor = None if trial else _monitor(arguments["dashboard"], arguments["dashboard_control"])
     if not is_first_rank():
         finetune(name, **data, out=target, overwrite=overwrite, monitor=monitor, **values)
         return
     training_said(values.get("devices"))
     if trial:
-        _try(said, name, data, values)
+        _try(arguments, name, data, values)
         return
     imported = time.perf_counter() - STARTED
     if data["eval"] is None:
@@ -118,23 +118,23 @@ def _run(values: dict[str, Any], said: Mapping[str, Any]) -> None:
         say(f"steps: {result.recorded}")
     if result.summed is not None:
         say(f"gradients: summed by {result.summed}")
-    _report(name, result, said["json_output"])
-    if said["timing"]:
+    _report(name, result, arguments["json_output"])
+    if arguments["timing"]:
         say_timing({"import": imported, **result.timing})
 
 
-def _values(said: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _values(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the merged values of a recipe and the command line; the latter wins.
 
     Args:
-        said: the command line.
-        given: its options of the training.
+        arguments: the command line.
+        options: its options of the training.
 
     Raises:
         ConfigError: neither names a model and data, or an environment's file has no recipe to override.
     """
     values: dict[str, Any] = {}
-    recipe, env = said["recipe"], said["env"]
+    recipe, env = arguments["recipe"], arguments["env"]
     if recipe is not None:
         from flodl_hf.training.recipe import load_recipe
 
@@ -144,8 +144,9 @@ def _values(said: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
             "--env: found no --recipe; expected the recipe that the environment's file overrides",
             problems=["env"],
         )
-    named = {"model": said["model"], "train": said["train"] or said["data"], "eval": said["eval"], "out": said["out"]}
-    values |= {name: value for name, value in {**named, **given}.items() if value is not None}
+    named = {name: arguments[name] for name in ("model", "train", "eval", "out")}
+    named["train"] = named["train"] or arguments["data"]
+    values |= {name: value for name, value in {**named, **options}.items() if value is not None}
     absent = [name for name in ("model", "train") if values.get(name) is None]
     if absent:
         meant = [f"; the recipe has {name!r}{hint}" for name in values if (hint := nearest(name, absent))]
@@ -204,11 +205,11 @@ def _is_taken(folder: Path) -> bool:
     return any(os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())) for place in kept)
 
 
-def _try(said: Mapping[str, Any], model: str, data: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _try(arguments: Mapping[str, Any], model: str, data: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Do a dry run or search a learning rate, and print the result."""
     from flodl_hf.training import dry_run, find_lr
 
-    if said["dry_run"]:
+    if arguments["dry_run"]:
         found: Any = dry_run(model, **data, **values)
         text = str(found)
     else:
@@ -216,7 +217,7 @@ def _try(said: Mapping[str, Any], model: str, data: Mapping[str, Any], values: M
         rates = f"{found.rates[0]:.1e} to {found.rates[-1]:.1e}"
         best = "the loss did not fall" if found.suggestion is None else f"try --lr {found.suggestion:.1e}"
         text = f"{len(found.rates)} steps at rates of {rates}, lowest loss {min(found.smoothed):.4f}: {best}"
-    emit(found.to_dict(), text, said["json_output"])
+    emit(found.to_dict(), text, arguments["json_output"])
 
 
 def _monitor(dashboard: str | None, control: bool) -> Any:
@@ -341,18 +342,18 @@ def _command() -> Callable[..., None]:
     """Return the command with its arguments and one option for each row of the table."""
     table = [name for name, (_, row) in HINTS.items() if row.metadata["cli"]]
 
-    def command(**said: Any) -> None:
-        given = {name: parse(name, said.pop(name)) for name in table} | _set_values(said["set"] or ())
-        if said["data"] is not None and said["train"] is not None:
+    def command(**arguments: Any) -> None:
+        given = {name: parse(name, arguments.pop(name)) for name in table} | _set_values(arguments["set"] or ())
+        if arguments["data"] is not None and arguments["train"] is not None:
             raise ConfigError(
-                f"train: found {said['data']!r} after MODEL and {said['train']!r}; expected one of them",
+                f"train: found {arguments['data']!r} after MODEL and {arguments['train']!r}; expected one of them",
                 problems=["train"],
             )
-        values = _values(said, given)
+        values = _values(arguments, given)
         data = {"train": train_data(values["train"]), "eval": eval_data(values.get("eval"))}
         check_places("training", {**values, **data})
         with prefetching(values["model"], _loading(values)):
-            _run(values, said)
+            _run(values, arguments)
 
     command.__doc__ = HELP
     parameters = [

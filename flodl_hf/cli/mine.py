@@ -44,7 +44,7 @@ def command(
     columns: str | None,
     negatives: int,
     json_output: bool,
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Find negatives for pairs: texts near to an anchor that do not belong to it, to train vectors and rankers with."""
     from flodl.errors import DataError
@@ -76,9 +76,9 @@ def command(
         own.setdefault(anchor, set()).add(places[positive])
         if anchor in places:  # a text is no negative of itself
             own[anchor].add(places[anchor])
-    encode = encoder(model, given)
+    encode = encoder(model, values)
     wrong = [own[anchor] for anchor in anchors]
-    found = hard_negatives(encode(anchors), encode(texts), wrong, count=negatives, **given)
+    found = hard_negatives(encode(anchors), encode(texts), wrong, count=negatives, **values)
     of = dict(zip(anchors, found, strict=True))
     rows = [
         {"anchor": a, "positive": b} | {f"negative_{k}": texts[place] for k, place in enumerate(of[a], 1)}

@@ -54,9 +54,9 @@ def with_parameters(parameters: Iterable[Parameter]) -> Callable[[Callable[..., 
     return decorate
 
 
-def chosen(given: dict[str, Any], rows: Iterable[Parameter]) -> dict[str, Any]:
+def chosen(values: dict[str, Any], rows: Iterable[Parameter]) -> dict[str, Any]:
     """Return the values of some options that differ from their defaults."""
-    return {row.name: given[row.name] for row in rows if given[row.name] != row.default}
+    return {row.name: values[row.name] for row in rows if values[row.name] != row.default}
 
 
 def replace_aliases(options: dict[str, Any]) -> dict[str, Any]:

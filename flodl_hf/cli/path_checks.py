@@ -34,19 +34,19 @@ those commands after they were checked against each other. `serve` looks at its 
 """
 
 
-def check_places(command: str, said: Mapping[str, Any]) -> None:
+def check_places(command: str, arguments: Mapping[str, Any]) -> None:
     """Refuse missing paths and outputs that cannot be written; without reading files or using the network.
 
     Args:
         command: a name of `PLACES`; other commands are not checked.
-        said: the command's arguments, by parameter.
+        arguments: the command's arguments, by parameter.
 
     Raises:
         HubError: a model is a path that does not exist.
         DataError: a file of rows is absent, an output cannot be written, or a text is the name of a file.
     """
     for name, kind in PLACES.get(command, {}).items():
-        value = said.get(name)
+        value = arguments.get(name)
         if kind == TEXTS:
             _expect_texts(value or ())
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or os.fspath(value) == "-":

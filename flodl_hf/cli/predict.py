@@ -121,14 +121,14 @@ def command(
     device: str,
     json_output: bool,
     timing: bool,
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Predict from texts, from the lines of standard input, or from a file (--in) to a file (--out).
 
     The checkpoint sets the output: labels, entities, an answer (--question), the words for [MASK], an embedding, or an
     order (--query). A file may have any number of rows; the same command resumes an interrupted run.
     """
-    options, files, loading = (chosen(given, rows) for rows in (OPTIONS, FILES, LOADING))
+    options, files, loading = (chosen(values, rows) for rows in (OPTIONS, FILES, LOADING))
     options = replace_aliases(options)
     if "threshold" in options:
         options["threshold"] = _threshold(options["threshold"])
@@ -156,7 +156,7 @@ def command(
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         what = "is a folder; expected a file" if page.is_dir() else "its folder does not exist; make it first"
         raise ConfigError(f"--html: {page}: {what}", problems=["html"])
-    with prefetching(model, {"device": device, "weights": given["weights"]}):
+    with prefetching(model, {"device": device, "weights": values["weights"]}):
         imported = _import_torch() if timing else 0.0
         from flodl_hf.auto import load
         from flodl_hf.checkpoints.hub.folders import expect_tokenizer
@@ -244,12 +244,12 @@ def answer(
         yield from zip(chunk, results(chunk), strict=True)
 
 
-def _threshold(given: str) -> float | str:
+def _threshold(text: str) -> float | str:
     """Return a number where a number was given, else the word, which `predict` knows or refuses."""
     try:
-        return float(given)
+        return float(text)
     except ValueError:
-        return given
+        return text
 
 
 def _known(model: Any, options: dict[str, Any]) -> None:
@@ -268,14 +268,13 @@ def ranked(model: Any, texts: list[str], query: str, options: dict[str, Any]) ->
         yield texts[found.index], [found]
 
 
-def show(found: Any) -> str:
+def show(result: Any) -> str:
     """Return an answer as indented lines."""
-    lines = ["  (empty)"] if getattr(found, "empty", False) else []
-    if found and isinstance(found[0], float):
-        return (
-            "  " + " ".join(f"{x:.4f}" for x in found[:8]) + (f" ... ({len(found)} numbers)" if len(found) > 8 else "")
-        )
-    for item in found:
+    lines = ["  (empty)"] if getattr(result, "empty", False) else []
+    if result and isinstance(result[0], float):
+        more = f" ... ({len(result)} numbers)" if len(result) > 8 else ""
+        return "  " + " ".join(f"{x:.4f}" for x in result[:8]) + more
+    for item in result:
         if isinstance(item, list):
             lines += ["  mask:", *("  " + line for line in show(item).splitlines())]
         elif hasattr(item, "label") and hasattr(item, "start"):

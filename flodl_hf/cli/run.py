@@ -90,7 +90,7 @@ def command(
 
 
 def preset_words(
-    file: Path, name: str, entry: Mapping[str, Any], given: Sequence[str]
+    file: Path, name: str, entry: Mapping[str, Any], user_words: Sequence[str]
 ) -> tuple[list[str], list[tuple[str, str | None]]]:
     """Return the words of a preset with the user's, and each option with the path of its value in the file.
 
@@ -98,13 +98,13 @@ def preset_words(
         file: the project file, for messages.
         name: of the preset.
         entry: ``command``, ``arguments`` and ``options``.
-        given: the user's words. Options among them replace those of the preset.
+        user_words: the user's words. Options among them replace those of the preset.
 
     Raises:
         ConfigError: the preset contains an option that the command does not have.
     """
     known = {key_of(option): option for option in parameters_of(entry["command"])}
-    user = {word.partition("=")[0] for word in given if word.startswith("-")}
+    user = {word.partition("=")[0] for word in user_words if word.startswith("-")}
     words: list[str] = []
     origins: list[tuple[str, str | None]] = []
     for key, value in (entry.get("options") or {}).items():
@@ -124,7 +124,7 @@ def preset_words(
             continue
         words += _as_words(option, value)
         origins.append((option.opts[0], f"commands.{name}.options.{key}"))
-    return [entry["command"], *words, *map(str, entry.get("arguments") or []), *given], origins
+    return [entry["command"], *words, *map(str, entry.get("arguments") or []), *user_words], origins
 
 
 def _as_words(option: Any, value: Any) -> list[str]:

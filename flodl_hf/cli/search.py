@@ -33,7 +33,7 @@ def command(
     top_k: int,
     prompt: str,
     json_output: bool,
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Find the texts of a file that are most like each query, exactly, by their vectors."""
     from flodl.errors import DataError
@@ -48,7 +48,7 @@ def command(
     if not queries:
         say("no query was given: as arguments, or one a line on standard input")
     texts = texts_of(corpus, text_column)
-    encode = encoder(model, given)
+    encode = encoder(model, values)
     # An empty line is never a result, although it has a vector.
     places = [place for place, text in enumerate(texts) if text.strip()]
     if not places:

@@ -68,7 +68,7 @@ OPTIONS = (
     option("port", int, "Port; 0 selects a free one.", "--port", "-p", min=0, max=65535, default=8080),
     *OPTIONS,
 ))  # fmt: skip
-def command(models: list[str], host: str, port: int, **given: Any) -> None:
+def command(models: list[str], host: str, port: int, **values: Any) -> None:
     """Serve models over HTTP: all heads, APIs compatible with TEI, OpenAI, Cohere, Jina and vLLM, and a test page.
 
     Requests are answered when all models are warm. SIGTERM finishes requests, SIGHUP reloads all models without losing
@@ -76,7 +76,7 @@ def command(models: list[str], host: str, port: int, **given: Any) -> None:
     """
     from flodl_hf.serving import serve
 
-    options = chosen(given, OPTIONS)
+    options = chosen(values, OPTIONS)
     options["api_keys"] = _keys(options.get("api_keys", ()), options.pop("api_key_file", None))
     options.setdefault("http_processes", usual_http_processes())
     options |= {name: tuple(options[name]) for name in ("devices", "adapters") if name in options}
@@ -84,9 +84,9 @@ def command(models: list[str], host: str, port: int, **given: Any) -> None:
     serve(models, host=host, port=port, here=lambda url: say(f"ready: {url}", always=True), **options)
 
 
-def _keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+def _keys(values: Sequence[str], file: Path | None) -> tuple[str, ...]:
     """Return the API keys of the command line, the environment and a file."""
-    keys = [*given, *os.environ.get("FLODL_HF_API_KEYS", "").split(",")]
+    keys = [*values, *os.environ.get("FLODL_HF_API_KEYS", "").split(",")]
     if file is not None:
         try:
             keys += file.read_text("utf-8").splitlines()

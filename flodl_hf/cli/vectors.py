@@ -30,20 +30,20 @@ def check_target(path: Path, suffixes: Sequence[str]) -> None:
         raise DataError(f"{path}: {what}")
 
 
-def encoder(model: str, given: dict[str, Any]) -> Encode:
+def encoder(model: str, options: dict[str, Any]) -> Encode:
     """Return a function from texts to vectors with truncation, using the folder's settings.
 
     Args:
         model: the model.
-        given: values of `flodl_hf.cli.options.ENCODER`, which are removed.
+        options: values of `flodl_hf.cli.options.ENCODER`, which are removed.
 
     Raises:
         PredictError: the model cannot make vectors.
     """
     from flodl_hf.heads.base import BaseModel
 
-    device, precision = device_said(given.pop("device")), given.pop("precision")
-    loading = {name: given.pop(name) for name in ("revision", "local_files_only")}
+    device, precision = device_said(options.pop("device")), options.pop("precision")
+    loading = {name: options.pop(name) for name in ("revision", "local_files_only")}
     found = BaseModel.from_pretrained(model, **loading, device=device)
     if found.tokenizer is None:
         raise PredictError(f"{model}: has no tokenizer, so texts cannot become vectors; add its files to the folder")

@@ -32,7 +32,7 @@ OPTIONS = (
     alias("target", TARGET, REQUIRED), option("source", str, _SOURCE, default=REQUIRED, metavar="MODEL"), *OPTIONS,
     shared.JSON,
 ))  # fmt: skip
-def command(target: str, source: str, json_output: bool, **given: Any) -> None:
+def command(target: str, source: str, json_output: bool, **values: Any) -> None:
     """Compare an endpoint with the model it serves: token ids, vectors or scores, prompts, batches, long texts.
 
     Some twenty short requests. Where answers differ, known mistakes are tried one and two at a time, and the one that
@@ -43,7 +43,7 @@ def command(target: str, source: str, json_output: bool, **given: Any) -> None:
     """
     from flodl_hf.parity.endpoint_checks import verify_endpoint
 
-    report = verify_endpoint(target, source, **chosen(given, OPTIONS))
+    report = verify_endpoint(target, source, **chosen(values, OPTIONS))
     if json_output:
         emit_json(report.to_dict())
     else:

@@ -54,10 +54,10 @@ def accept_keywords(
         own = _own(signature)
 
         @wraps(method)
-        def call(*args: Any, **given: Any) -> Any:
-            if not own.issuperset(given):
-                given = _translated(method.__name__, args[0] if args else None, given, own, words, fault)
-            return method(*args, **given)
+        def call(*args: Any, **options: Any) -> Any:
+            if not own.issuperset(options):
+                options = _translated(method.__name__, args[0] if args else None, options, own, words, fault)
+            return method(*args, **options)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
@@ -84,14 +84,14 @@ def _joined(own: inspect.Signature, other: inspect.Signature) -> inspect.Signatu
 
 
 def _translated(
-    method: str, owner: Any, given: dict[str, Any], own: frozenset[str], words: Mapping[str, KeywordAlias],
+    method: str, owner: Any, options: dict[str, Any], own: frozenset[str], words: Mapping[str, KeywordAlias],
     fault: type[FlodlError],
 ) -> dict[str, Any]:  # fmt: skip
     if "long_texts" in words:
-        given = replace_long_texts(method, given, own)
-    found = {name: value for name, value in given.items() if name in own}
+        options = replace_long_texts(method, options, own)
+    found = {name: value for name, value in options.items() if name in own}
     refused: list[str] = []
-    for name, value in given.items():
+    for name, value in options.items():
         if name in own:
             continue
         word = words.get(name)
@@ -121,18 +121,18 @@ def _translated(
     return found
 
 
-def replace_long_texts(method: str, given: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+def replace_long_texts(method: str, options: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
     """Return keywords with ``long_texts`` replaced by the keyword of the method.
 
     Args:
         method: the method's name, for errors.
-        given: the keywords of a call.
+        options: the keywords of a call.
         own: the keywords of the method. One with ``windows`` truncates by default; others read windows.
 
     Raises:
         PredictError: the method does not support the value, or an alias of ``long_texts`` is also given.
     """
-    rest = dict(given)
+    rest = dict(options)
     value = rest.pop("long_texts", None)
     if value is None:
         return rest

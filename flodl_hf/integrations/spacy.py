@@ -38,7 +38,7 @@ class _Component:
                 self.annotate(doc, found)
                 yield doc
 
-    def annotate(self, doc: Doc, found: Any) -> None:
+    def annotate(self, doc: Doc, prediction: Any) -> None:
         """Write a prediction into a document."""
         raise NotImplementedError
 
@@ -48,9 +48,9 @@ class EntityComponent(_Component):
 
     head = "token_classification"
 
-    def annotate(self, doc: Doc, found: Any) -> None:
+    def annotate(self, doc: Doc, prediction: Any) -> None:
         """Write entities into a document."""
-        spans = [doc.char_span(one.start, one.end, label=one.label, alignment_mode="expand") for one in found]
+        spans = [doc.char_span(one.start, one.end, label=one.label, alignment_mode="expand") for one in prediction]
         doc.ents = filter_spans([span for span in spans if span is not None])
 
 
@@ -59,9 +59,9 @@ class TextCategoryComponent(_Component):
 
     head = "sequence_classification"
 
-    def annotate(self, doc: Doc, found: Any) -> None:
+    def annotate(self, doc: Doc, prediction: Any) -> None:
         """Write the scores of labels into a document."""
-        doc.cats = {one.label: float(one.score) for one in found}
+        doc.cats = {one.label: float(one.score) for one in prediction}
 
 
 @Language.factory("flodl_ner")

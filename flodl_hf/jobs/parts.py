@@ -72,9 +72,9 @@ class Parts:
                 f"its {MANIFEST} cannot be used ({error})", "; --overwrite (overwrite=True) removes it and starts over"
             )
 
-    def _not_ours(self, found: str, more: str = "") -> NoReturn:
+    def _not_ours(self, content: str, more: str = "") -> NoReturn:
         raise PredictError(
-            f"{self.folder}: {found}; expected the parts of an earlier run, or no folder. Move the folder, or select "
+            f"{self.folder}: {content}; expected the parts of an earlier run, or no folder. Move the folder, or select "
             f"another output{more}",
             path=str(self.folder),
         )

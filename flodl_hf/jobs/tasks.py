@@ -146,13 +146,13 @@ def _keywords(method: Any, task: str) -> list[str]:
     return known
 
 
-def _stored(encode: Any, precision: str, given: dict[str, Any], strict: bool) -> Answerer:
+def _stored(encode: Any, precision: str, options: dict[str, Any], strict: bool) -> Answerer:
     """Return vectors as arrays; those for int8 are quantized later, see `flodl_hf.jobs.vectors`."""
     from flodl_hf.inference.quantize import quantize_embeddings
 
     first = "float32" if precision in ("int8", "uint8") else precision
     # With ``store``, ``precision`` is the precision of the computation, as for other tasks.
-    encode = partial(encode, store="float32", **given)
+    encode = partial(encode, store="float32", **options)
     (one,) = quantize_embeddings(encode(["a"]), first)
 
     def run(items: Sequence[Any]) -> Iterator[Any]:
@@ -171,19 +171,19 @@ def _stored(encode: Any, precision: str, given: dict[str, Any], strict: bool) ->
     return Answerer({VECTOR: f"vector:{precision}:{len(one)}"}, run, lambda found: (found,), strict)
 
 
-def _best(found: Sequence[Any]) -> tuple[str | None, float | None]:
-    return (found[0].label, found[0].score) if found else (None, None)
+def _best(results: Sequence[Any]) -> tuple[str | None, float | None]:
+    return (results[0].label, results[0].score) if results else (None, None)
 
 
-def _best_answer(found: Sequence[Any]) -> tuple[Any, ...]:
+def _best_answer(results: Sequence[Any]) -> tuple[Any, ...]:
     # No result, and "no answer" with its probability, are null.
-    if not found or found[0].no_answer:
-        return None, found[0].score if found else None, None, None
-    return found[0].text, found[0].score, found[0].start, found[0].end
+    if not results or results[0].no_answer:
+        return None, results[0].score if results else None, None, None
+    return results[0].text, results[0].score, results[0].start, results[0].end
 
 
-def _records(found: Sequence[Any], kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{name: getattr(one, name) for name in kinds} for one in found]
+def _records(results: Sequence[Any], kinds: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{name: getattr(one, name) for name in kinds} for one in results]
 
 
 def _relevance(rerank: Any, items: Sequence[tuple[str, str]]) -> list[float]:

@@ -96,7 +96,7 @@ class _Numpy(Writer):
     def __init__(self, target: Path, held: np.dtype[Any], final: np.dtype[Any], size: int, counted: str | None) -> None:
         self._target, self._held, self._final, self._size, self._counted = target, held, final, size, counted
 
-    def lines(self, kept: Sequence[None], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
+    def lines(self, leading: Sequence[None], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
         rows = np.stack([vector for (vector,) in answers])
         if rows.dtype.kind == "f" and not np.isfinite(rows).all():
             raise RowFault("the vector contains values that are not finite")

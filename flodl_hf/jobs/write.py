@@ -73,11 +73,11 @@ class Writer:
         """Return the indices of rows whose kept cells do not have the type of their columns."""
         return {}
 
-    def missing(self, kept: Any, error: str) -> Any:
+    def missing(self, leading: Any, error: str) -> Any:
         """Return input of `part` for a row without a result."""
         raise NotImplementedError
 
-    def lines(self, kept: Sequence[Any], answers: Sequence[tuple[Any, ...]]) -> Iterable[Any]:
+    def lines(self, leading: Sequence[Any], answers: Sequence[tuple[Any, ...]]) -> Iterable[Any]:
         """Return input of `part` for several rows; the bytes do not depend on how rows are divided into calls.
 
         Raises:
@@ -280,12 +280,12 @@ class _JsonLines(Writer):
         _bytes(text)
         return text
 
-    def missing(self, kept: str, error: str) -> bytes:
-        return _bytes("{" + (kept and f"{kept}, ") + _encode({**self._nothing, ERROR: error})[1:] + "\n")
+    def missing(self, leading: str, error: str) -> bytes:
+        return _bytes("{" + (leading and f"{leading}, ") + _encode({**self._nothing, ERROR: error})[1:] + "\n")
 
-    def lines(self, kept: Sequence[str], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
+    def lines(self, leading: Sequence[str], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
         columns = [write(values) for write, values in zip(self._columns, zip(*answers, strict=True), strict=True)]
-        leads = [cells and f"{cells}, " for cells in kept]
+        leads = [cells and f"{cells}, " for cells in leading]
         return [_bytes("".join(map(self._form.__mod__, zip(leads, *columns, strict=True))))]
 
 
@@ -349,15 +349,15 @@ class _Cells(Writer):
     def _plain(value: Any) -> str:
         return _encode(value) if isinstance(value, (bool, list, dict, float, int)) else str(_as_text(value))
 
-    def missing(self, kept: list[str], error: str) -> bytes:
-        cells = [*kept, *self._nothing, self._cell(" ".join(error.split()))]
+    def missing(self, leading: list[str], error: str) -> bytes:
+        cells = [*leading, *self._nothing, self._cell(" ".join(error.split()))]
         return _bytes(self._delimiter.join(cells) + "\n")
 
-    def lines(self, kept: Sequence[list[str]], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
+    def lines(self, leading: Sequence[list[str]], answers: Sequence[tuple[Any, ...]]) -> list[bytes]:
         columns = [write(values) for write, values in zip(self._columns, zip(*answers, strict=True), strict=True)]
         end = self._delimiter + "\n" if self._with_errors else "\n"
         join = self._delimiter.join
-        texts = [join((*cells, *answer)) for cells, answer in zip(kept, zip(*columns, strict=True), strict=True)]
+        texts = [join((*cells, *answer)) for cells, answer in zip(leading, zip(*columns, strict=True), strict=True)]
         if end == "\n" and not all(texts):
             texts = [text or '""' for text in texts]  # readers would ignore an empty line
         return [_bytes(end.join(texts) + end)]
@@ -422,15 +422,15 @@ class _Tables(Writer):
                 )
         return found
 
-    def missing(self, kept: list[Any], error: str) -> list[Any]:
-        return [*kept, *([None] * len(self._answer)), error]
+    def missing(self, leading: list[Any], error: str) -> list[Any]:
+        return [*leading, *([None] * len(self._answer)), error]
 
-    def lines(self, kept: Sequence[list[Any]], answers: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    def lines(self, leading: Sequence[list[Any]], answers: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
         for answer in answers:
             for kind, value in zip(self._answer.values(), answer, strict=True):
                 _finite(kind, value)
         no_error = [None] * self._with_errors
-        return [[*cells, *answer, *no_error] for cells, answer in zip(kept, answers, strict=True)]
+        return [[*cells, *answer, *no_error] for cells, answer in zip(leading, answers, strict=True)]
 
     def part(self, lines: Iterable[list[Any]]) -> Iterator[bytes]:
         rows = list(lines)

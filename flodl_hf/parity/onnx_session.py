@@ -42,13 +42,13 @@ def require(*packages: str) -> None:
         )
 
 
-def find_onnx(place: str | os.PathLike[str]) -> Path:
+def find_onnx(location: str | os.PathLike[str]) -> Path:
     """Return the ONNX file at a path: the path itself, or the file in a folder.
 
     Raises:
         ExportError: no file was found.
     """
-    path = Path(place)
+    path = Path(location)
     if path.is_file():
         return path
     found = next((path / name for name in _USUAL if (path / name).is_file()), None)
@@ -65,7 +65,7 @@ class OnnxModel:
     """An ONNX file that answers.
 
     Args:
-        place: the file, or a folder with ``onnx/model.onnx`` or ``model.onnx``.
+        location: the file, or a folder with ``onnx/model.onnx`` or ``model.onnx``.
         tokenizer: for texts; None reads it from the file's folder or the one above, once texts come.
         providers: where it runs, in ONNX Runtime's names; None for the processor.
 
@@ -81,7 +81,7 @@ class OnnxModel:
 
     def __init__(
         self,
-        place: str | os.PathLike[str],
+        location: str | os.PathLike[str],
         *,
         tokenizer: Tokenizer | None = None,
         providers: Sequence[str] | None = None,
@@ -89,7 +89,7 @@ class OnnxModel:
         require("onnxruntime")
         import onnxruntime  # pyright: ignore[reportMissingImports]
 
-        self.path = find_onnx(place)
+        self.path = find_onnx(location)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # what it warns of is its own optimising, and errors are raised too
         try:

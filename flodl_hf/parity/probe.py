@@ -78,9 +78,9 @@ def _record(modules: dict[str, nn.Module], run: Callable[[], Any]) -> dict[tuple
     calls: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
     counts: Counter[str] = Counter()
 
-    def note(name: str, _: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+    def note(name: str, _: nn.Module, inputs: tuple[Any, ...], made: Any) -> None:
         value = made[0] if isinstance(made, tuple) else made
-        entry = given[0] if given and isinstance(given[0], Tensor) else torch.zeros(0)
+        entry = inputs[0] if inputs and isinstance(inputs[0], Tensor) else torch.zeros(0)
         calls[name, counts[name]] = entry.detach().clone(), value.detach().clone()
         counts[name] += 1
 

@@ -50,25 +50,25 @@ def verify(folder: str | os.PathLike[str]) -> list[Comparison]:
     return [_checkpoint(path) for path in checkpoints] if checkpoints else [compare_folder(place)]
 
 
-def _checkpoint(place: Path) -> Comparison:
+def _checkpoint(folder: Path) -> Comparison:
     from flodl.train.saving.reading import read_manifest
 
     by = "the manifest of a checkpoint"
     try:
-        files = read_manifest(place)["files"]
+        files = read_manifest(folder)["files"]
         listed = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Comparison(str(place), by, None, [FileState(MANIFEST, "unreadable", str(error), "a sealed manifest")])
-    return compare_files(place, listed, by)
+        return Comparison(str(folder), by, None, [FileState(MANIFEST, "unreadable", str(error), "a sealed manifest")])
+    return compare_files(folder, listed, by)
 
 
-def _parts(place: Path) -> Comparison:
+def _parts(folder: Path) -> Comparison:
     from flodl_hf.errors import PredictError
     from flodl_hf.jobs.parts import Parts
 
-    target = place.with_name(place.name.removesuffix(PARTS))
+    target = folder.with_name(folder.name.removesuffix(PARTS))
     parts = Parts(target, target.suffix.lstrip("."))
-    result = Comparison(str(place), "the records of finished parts")
+    result = Comparison(str(folder), "the records of finished parts")
     try:
         parts.known()
         result.files.append(FileState(MANIFEST, "ok"))

@@ -51,19 +51,19 @@ def find_adapters(settings: Settings) -> list[dict[str, str]]:
     return found
 
 
-def _directory(settings: Settings, given: str) -> tuple[Path, str | None]:
+def _directory(settings: Settings, value: str) -> tuple[Path, str | None]:
     """Return a directory and its base: the model of ``NAME=DIR``, or the only served model, or None."""
     names = [model.name for model in settings.models]
-    name, equal, where = given.partition("=")
+    name, equal, where = value.partition("=")
     if equal and name in names:
         return Path(where).expanduser(), name
-    if equal and not os.path.isdir(given):
+    if equal and not os.path.isdir(value):
         raise ConfigError(
-            f"serve: adapters {given!r}: no model {name!r} is served{nearest(name, names)}; expected DIR, or NAME=DIR "
+            f"serve: adapters {value!r}: no model {name!r} is served{nearest(name, names)}; expected DIR, or NAME=DIR "
             f"with one of {', '.join(names)}",
-            problems=[given],
+            problems=[value],
         )
-    return Path(given).expanduser(), names[0] if len(names) == 1 else None
+    return Path(value).expanduser(), names[0] if len(names) == 1 else None
 
 
 def _base_of(settings: Settings, folder: Path) -> str:

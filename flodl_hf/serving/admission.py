@@ -29,14 +29,14 @@ LOAD_THRESHOLD, OVERLOAD_GRACE_S = 0.25, 1.0
 BUSY_BATCHES, MIN_QUEUE = 4, 8
 
 
-def key_id(keys: Sequence[str], given: str | None) -> str | None:
+def key_id(keys: Sequence[str], token: str | None) -> str | None:
     """Return an identifier of the client's API key, or None if the key is not accepted.
 
     All keys are compared, each in constant time.
     """
     if not keys:
         return ""
-    digest = hashlib.sha256((given or "").encode()).digest()
+    digest = hashlib.sha256((token or "").encode()).digest()
     found = None
     for key in keys:
         known = hashlib.sha256(key.encode()).digest()

@@ -325,16 +325,16 @@ def _info(state: AppState) -> dict[str, Any]:
     }
 
 
-async def reload_on(processes: Processes, asked: asyncio.Event) -> None:
+async def reload_on(processes: Processes, event: asyncio.Event) -> None:
     """Reload all models whenever an event is set.
 
     Args:
         processes: the worker processes.
-        asked: the event.
+        event: the event.
     """
     while True:
-        await asked.wait()
-        asked.clear()
+        await event.wait()
+        event.clear()
         try:
             await processes.reload()
             LOG.info("reloaded")

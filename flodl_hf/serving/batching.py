@@ -385,18 +385,18 @@ def _note(taken: list[_BatchRows], table: TokenTable, started: float) -> None:
             part.sent.request.timeline.taken(started, len(table), int(table.lengths.sum()))
 
 
-def _distribute(taken: list[_BatchRows], found: Pending) -> None:
+def _distribute(taken: list[_BatchRows], results: Pending) -> None:
     """Assign results to their calls."""
     if len(taken) == 1:
         (part,) = taken
-        for rows, sizes, values in found.arrays():
+        for rows, sizes, values in results.arrays():
             part.sent.pending.add(rows + part.first, sizes, torch.from_numpy(values), None)
         _delivered(part)
         return
     counts = [part.last - part.first for part in taken]
     owner = np.repeat(np.arange(len(taken)), counts)
     offset = np.concatenate([np.arange(part.first, part.last) for part in taken])
-    for rows, sizes, values in found.arrays():
+    for rows, sizes, values in results.arrays():
         # Results are sorted by call in one step.
         order = np.argsort(owner[rows], kind="stable")
         starts = (np.cumsum(sizes) - sizes)[order]

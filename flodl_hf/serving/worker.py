@@ -77,41 +77,41 @@ class Worker:
     """The models of one device.
 
     Args:
-        given: the result of `flodl_hf.serving.settings.Settings.for_worker`.
+        settings: the result of `flodl_hf.serving.settings.Settings.for_worker`.
     """
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         from flodl.devices import find_device
         from flodl_hf.auto import load
 
-        self.device = find_device(given["device"])
-        self.precision: str | None = given["precision"]
+        self.device = find_device(settings["device"])
+        self.precision: str | None = settings["precision"]
         self.cuda = self.device.type == "cuda"
-        self.max_tokens = given["max_batch_tokens"] or (CUDA_TOKENS if self.cuda else CPU_TOKENS)
+        self.max_tokens = settings["max_batch_tokens"] or (CUDA_TOKENS if self.cuda else CPU_TOKENS)
         run: dict[str, Any] = {
-            "precision": given["precision"], "batch_invariant": given["batch_invariant"], "progress": False,
+            "precision": settings["precision"], "batch_invariant": settings["batch_invariant"], "progress": False,
             "window": WINDOW,
         }  # fmt: skip
         if self.cuda:
             run["token_budget"] = self.max_tokens
-        sources = {model["name"]: model["source"] for model in given["models"]}
+        sources = {model["name"]: model["source"] for model in settings["models"]}
 
         def opened(name: str, head: str, adapter: str | None = None) -> Any:
-            options: Any = {"device": str(self.device), "local_files_only": given["local_files_only"]}
+            options: Any = {"device": str(self.device), "local_files_only": settings["local_files_only"]}
             if adapter is not None:
                 options["adapter"] = adapter
             return load(sources[name], head=head, **options).eval().runtime(**run)
 
-        self.models: dict[str, Any] = {model["name"]: opened(model["name"], model["head"]) for model in given["models"]}
+        self.models = {model["name"]: opened(model["name"], model["head"]) for model in settings["models"]}
         self.bases: dict[str, str] = {}
         self.together: dict[str, tuple[MixedAdapters, int]] = {}
-        if listed := given.get("adapters"):
+        if listed := settings.get("adapters"):
             adapted = open_adapters(listed, self.models, opened)
             self.bases = {one["name"]: one["base"] for one in listed}
             self.models |= adapted
-            if given["mix_adapters"]:
+            if settings["mix_adapters"]:
                 self.together = mix_adapters(listed, adapted, opened)
-        self.batcher = Batcher(self.device, self.max_tokens, links=given["http_processes"])
+        self.batcher = Batcher(self.device, self.max_tokens, links=settings["http_processes"])
 
     def warm(self) -> None:
         """Run each model, so that the first client does not wait for one-time initialization."""

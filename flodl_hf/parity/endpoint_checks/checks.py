@@ -282,23 +282,23 @@ class Comparison:
         return [other if moved and own[i] > apart[i, other] + self.tolerance else i for i, other in enumerate(best)]
 
     def _explained(
-        self, found: np.ndarray, expected: np.ndarray, items: Sequence[str], ways: Iterable[Way], base: Way
+        self, actual: np.ndarray, expected: np.ndarray, items: Sequence[str], ways: Iterable[Way], base: Way
     ) -> tuple[_Outcome, Way]:
         """Return the outcome, with the mistake nearest to the endpoint's output, and the settings that explain it.
 
         Args:
-            found: outputs of the endpoint.
+            actual: outputs of the endpoint.
             expected: outputs of the model.
             items: the texts.
             ways: the settings with each possible mistake.
             base: the settings with which ``expected`` was computed.
         """
-        difference = _distance(found, expected)
+        difference = _distance(actual, expected)
         if difference <= self.tolerance:
             return ("equal", difference, ""), base
         nearest, best = float("inf"), base
         for way in ways:
-            apart = _distance(found, self.reference.answers(items, way))
+            apart = _distance(actual, self.reference.answers(items, way))
             if apart < nearest:
                 nearest, best = apart, way
             if apart <= self.tolerance:
@@ -338,11 +338,11 @@ def _cut(way: Way) -> str:
     return f"it is cut {'at its beginning ' if way.get('left') else ''}to {way['limit']} tokens"
 
 
-def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+def _distance(actual: np.ndarray, expected: np.ndarray) -> float:
     """Return the largest difference as a share of the largest number, ignoring absent scores."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return float("inf")
-    there = ~np.isnan(found)
-    if not there.any() or not np.isfinite(found[there]).all():
+    there = ~np.isnan(actual)
+    if not there.any() or not np.isfinite(actual[there]).all():
         return float("inf")
-    return float(np.abs(found - expected)[there].max() / max(1e-12, np.abs(expected).max()))
+    return float(np.abs(actual - expected)[there].max() / max(1e-12, np.abs(expected).max()))

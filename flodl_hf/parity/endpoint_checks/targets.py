@@ -100,23 +100,23 @@ class FolderTarget(Target):
 
     Args:
         source: the model.
-        place: the folder.
+        folder: the folder.
     """
 
-    def __init__(self, source: Reference, place: Path) -> None:
+    def __init__(self, source: Reference, folder: Path) -> None:
         super().__init__(source)
-        self._ours, self._theirs = Reference(str(place), local_files_only=True), None
+        self._ours, self._theirs = Reference(str(folder), local_files_only=True), None
         if self._ours.task != self.task:
             raise TargetError(
-                f"{place}: the folder has a model for {self._ours.task}; expected {self.task}, as the source has",
+                f"{folder}: the folder has a model for {self._ours.task}; expected {self.task}, as the source has",
                 status=0,
             )
-        own = self.task == "vectors" and (place / "modules.json").exists()
+        own = self.task == "vectors" and (folder / "modules.json").exists()
         if own and importlib.util.find_spec("sentence_transformers"):
             self._theirs: Any = importlib.import_module("sentence_transformers").SentenceTransformer(
-                str(place), device="cpu", local_files_only=True, trust_remote_code=False
+                str(folder), device="cpu", local_files_only=True, trust_remote_code=False
             )
-        self.name = f"{place} (read by {'sentence-transformers' if self._theirs else 'flodl-hf'})"
+        self.name = f"{folder} (read by {'sentence-transformers' if self._theirs else 'flodl-hf'})"
 
     def answers(self, items: Sequence[str], **options: Any) -> np.ndarray:
         """Return a row of numbers for each item."""
@@ -142,19 +142,19 @@ class OnnxTarget(Target):
 
     Args:
         source: the model.
-        place: the file, or its folder.
+        path: the file, or its folder.
 
     Raises:
         TargetError: it cannot be read, or has no output for the task.
     """
 
-    def __init__(self, source: Reference, place: Path) -> None:
+    def __init__(self, source: Reference, path: Path) -> None:
         from flodl_hf.checkpoints.config.model_config import read_config_file
         from flodl_hf.parity.onnx_session import OnnxModel
 
         super().__init__(source)
         try:
-            self._model = OnnxModel(place)
+            self._model = OnnxModel(path)
             self._config = read_config_file(self._model.folder)
             self._tokenizer: Any = self._model.tokenizer
             self._recipe = self._model.recipe if self.task == "vectors" else None
@@ -281,7 +281,7 @@ class HttpTarget(Target):
         found = self._request(path, {**body(list(items)), **options})
         return self._checked(path, found, len(items), lambda: np.asarray(rows_of(self, found), np.float64))
 
-    def _checked(self, path: str, found: Any, count: int, read: Callable[[], Any]) -> Any:
+    def _checked(self, path: str, response: Any, count: int, read: Callable[[], Any]) -> Any:
         """Return what was read of an answer, with a row for each item."""
         try:
             rows = read()
@@ -290,7 +290,8 @@ class HttpTarget(Target):
         except (TypeError, KeyError, ValueError, IndexError):
             pass
         raise TargetError(
-            f"{self.url}{path}: answered {count} texts with {str(found)[:80]!r}; expected numbers for each", status=200
+            f"{self.url}{path}: answered {count} texts with {str(response)[:80]!r}; expected numbers for each",
+            status=200,
         )
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
@@ -308,43 +309,43 @@ class HttpTarget(Target):
         )
 
 
-def _labelled(target: Target, found: Any) -> np.ndarray:
+def _labelled(target: Target, response: Any) -> np.ndarray:
     """Return ``[[{label, score}]]``, or the inner list of one text, in the order of labels."""
-    rows = [found] if isinstance(found[0], dict) else found
+    rows = [response] if isinstance(response[0], dict) else response
     return target.by_label([[(one["label"], float(one["score"])) for one in row] for row in rows])
 
 
-def _ordered(found: Any, name: str) -> list[Any]:
+def _ordered(results: Any, name: str) -> list[Any]:
     """Return an entry of each result in the order of the texts; each result contains the index of its text."""
-    entries = {one["index"]: one[name] for one in found}
-    if sorted(entries) != list(range(len(found))):
+    entries = {one["index"]: one[name] for one in results}
+    if sorted(entries) != list(range(len(results))):
         raise ValueError("indices are not 0, 1, 2 ...")
-    return [entries[index] for index in range(len(found))]
+    return [entries[index] for index in range(len(results))]
 
 
-def _ranked(found: Any, name: str) -> list[list[float]]:
+def _ranked(results: Any, name: str) -> list[list[float]]:
     """Return the score of each result in the order of the texts."""
-    scores = [[float(score)] for score in _ordered(found, name)]
+    scores = [[float(score)] for score in _ordered(results, name)]
     if np.isnan(scores).any():
         raise ValueError("a score is NaN")
     return scores
 
 
-def _pooled(target: Target, found: Any) -> Any:
+def _pooled(target: Target, response: Any) -> Any:
     """Return vectors; states of tokens ``(tokens, features)``, or a list of one such array, are pooled."""
-    if not isinstance(found[0][0], list):
-        return found
+    if not isinstance(response[0][0], list):
+        return response
     from flodl_hf.inference.decode.pooling import pool_padded
 
     rows = []
-    for states in found:
+    for states in response:
         values = torch.tensor(states, dtype=torch.float32).flatten(0, -2)[None]
         rows.append(pool_padded(values, torch.ones(values.shape[:2]), target.source.pooling)[0].tolist())
     return rows
 
 
-def _part(found: Any, name: str) -> Any:
-    return found.get(name) if isinstance(found, dict) else None
+def _part(response: Any, name: str) -> Any:
+    return response.get(name) if isinstance(response, dict) else None
 
 
 _STYLES = {"tei": "text-embeddings-inference", "openai": "OpenAI", "hf": "Hugging Face"}
@@ -372,22 +373,22 @@ _CALLS: dict[tuple[str, str], tuple[str, Callable[[list[str]], dict[str, Any]], 
 """Path, body, and reader of the rows of an answer, by style and task."""
 
 
-def open_target(where: str, source: Reference, **options: Any) -> Target:
+def open_target(address: str, source: Reference, **options: Any) -> Target:
     """Return the target at an address: a URL, a folder of sentence-transformers or transformers, or an ONNX file.
 
     A folder with an ONNX file and no other weights is that file.
 
     Args:
-        where: ``http://...``, ``https://...``, a folder, or a file that ends in ``.onnx``.
+        address: ``http://...``, ``https://...``, a folder, or a file that ends in ``.onnx``.
         source: the model.
         **options: options of `HttpTarget`.
 
     Raises:
         TargetError: the address has no usable target.
     """
-    if where.startswith(("http://", "https://")):
-        return HttpTarget(source, where, **options)
-    place = Path(where).expanduser()
+    if address.startswith(("http://", "https://")):
+        return HttpTarget(source, address, **options)
+    place = Path(address).expanduser()
     has_onnx = any((place / name).is_file() for name in ("onnx/model.onnx", "model.onnx"))
     has_weights = any((place / name).is_file() for name in WEIGHT_FILES)
     if (place.suffix == ".onnx" and place.is_file()) or (has_onnx and not has_weights):
@@ -395,7 +396,7 @@ def open_target(where: str, source: Reference, **options: Any) -> Target:
     if place.is_dir():
         return FolderTarget(source, place)
     raise TargetError(
-        f"{where}: there is no such folder; expected a folder, an ONNX file, or an address that begins with http:// or "
-        "https://",
+        f"{address}: there is no such folder; expected a folder, an ONNX file, or an address that begins with http:// "
+        "or https://",
         status=0,
     )

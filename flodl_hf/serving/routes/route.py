@@ -250,20 +250,20 @@ def model_named(models: Mapping[str, Any], name: str) -> str:
     )  # fmt: skip
 
 
-def text_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def text_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a task for texts that are too long, and for scores without an activation.
 
     Args:
-        given: fields of a request.
+        fields: fields of a request.
     """
-    size, truncate = given.get("truncate_prompt_tokens"), given.get("truncate")
-    activations = given.get("use_activation"), given.get("activation"), given.get("softmax")
+    size, truncate = fields.get("truncate_prompt_tokens"), fields.get("truncate")
+    activations = fields.get("use_activation"), fields.get("activation"), fields.get("softmax")
     return {
         "truncate": truncate if size is None else True,
         "max_tokens": None if size == -1 else size,
-        "side": given.get("truncation_side") or given.get("truncation_direction"),
-        "windows": given.get("windows"),
-        "raw": given.get("raw_scores") is True or False in activations,
+        "side": fields.get("truncation_side") or fields.get("truncation_direction"),
+        "windows": fields.get("windows"),
+        "raw": fields.get("raw_scores") is True or False in activations,
     }
 
 

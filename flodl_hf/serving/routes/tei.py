@@ -39,17 +39,17 @@ PAIR = (
 )
 
 
-def prompt_option(request: Request, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def prompt_option(request: Request, fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the selected prompt as the option of a task.
 
     Args:
         request: the request.
-        given: the fields; None uses the request's own.
+        fields: the fields; None uses the request's own.
 
     Raises:
         RefusedError: the model has no such prompt.
     """
-    name = (request.fields if given is None else given).get("prompt_name")
+    name = (request.fields if fields is None else fields).get("prompt_name")
     if name is None:
         return {}
     prompts = request.state.workers.models[request.model]["prompts"]
@@ -123,20 +123,20 @@ async def _similarity(request: Request) -> Response:
     return await similarity(request, request.fields["inputs"], request.fields["parameters"] or {})
 
 
-async def similarity(request: Request, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Response:
+async def similarity(request: Request, inputs: Mapping[str, Any], parameters: Mapping[str, Any]) -> Response:
     """Return the similarities of a text and others.
 
     Args:
         request: the request.
         inputs: values of `PAIR`.
-        given: ``truncate``, ``truncation_direction``, ``prompt_name``.
+        parameters: ``truncate``, ``truncation_direction``, ``prompt_name``.
     """
     request.info("similarity")
     texts = [inputs["source_sentence"], *inputs["sentences"]]
     if len(texts) == 1:
         raise RefusedError("sentences is empty, expected at least one", "empty", param="inputs")
     found = await request.ask(
-        "similarity", texts, {**text_options(given), **prompt_option(request, given)}, texts=len(texts)
+        "similarity", texts, {**text_options(parameters), **prompt_option(request, parameters)}, texts=len(texts)
     )
     return Response(found.data)
 
