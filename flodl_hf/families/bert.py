@@ -9,6 +9,7 @@ The encoder that the shared parts are modelled on; it departs from them in nothi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,6 +114,13 @@ def encoder(c: BertConfig) -> Graph:
 def classifier_dropout(c: BertConfig) -> float:
     """Return the dropout before a classifier."""
     return c.hidden_dropout if c.classifier_dropout is None else c.classifier_dropout
+
+
+def first_token(activation: str, dropout: Callable[[Any], float] = classifier_dropout) -> Callable[[Any, int], Graph]:
+    """Return the body that scores texts by their first token, with one dropout before and after a projection."""
+    return lambda c, labels: task_heads.first_token_mlp(
+        c.hidden_size, labels, dropout_in=dropout(c), activation=activation, dropout_out=dropout(c)
+    )
 
 
 MASKED_LM = FamilyHead(

@@ -19,7 +19,6 @@ from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.sizes import BASE_SIZES
 from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.attention.disentangled.positions import RelativePositions
-from flodl_hf.nn.encoder.deberta import MaskedEmbeddings
 from flodl_hf.nn.encoder.graphs import stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 from flodl_hf.nn.layers.norms import StepwiseNorm
@@ -76,11 +75,7 @@ def block(c: DebertaConfig) -> EncoderLayer:
 
 def encoder(c: DebertaConfig) -> Graph:
     """Return the graph from ids to token states."""
-    embeddings = MaskedEmbeddings(
-        c.vocab_size, c.embedding_size or c.hidden_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
-        max_positions=c.max_positions if c.absolute_positions else 0,
-        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id, norm=StepwiseNorm,
-    )  # fmt: skip
+    embeddings = deberta_v2.embeddings(c, StepwiseNorm)
     relative = RelativePositions(c.hidden_size, c.span, -1, c.max_distance, None)
     return deberta_v2.with_distances(embeddings, relative, stack((block(c) for _ in range(c.num_layers)), "relative"))
 

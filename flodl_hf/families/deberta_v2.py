@@ -271,12 +271,12 @@ IGNORED = (
 # fmt: on
 
 
-def embeddings(c: DebertaConfig) -> MaskedEmbeddings:
+def embeddings(c: DebertaConfig, norm: type[nn.LayerNorm] = nn.LayerNorm) -> MaskedEmbeddings:
     """Return words, and positions and token types where there are any, as wide as the states."""
     return MaskedEmbeddings(
         c.vocab_size, c.embedding_size or c.hidden_size, c.hidden_size, c.norm_eps, c.hidden_dropout,
         max_positions=c.max_positions if c.absolute_positions else 0,
-        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id,
+        type_vocab_size=c.type_vocab_size, pad_token_id=c.pad_token_id, norm=norm,
     )  # fmt: skip
 
 

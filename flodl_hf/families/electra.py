@@ -77,13 +77,6 @@ def encoder(c: ElectraConfig) -> Graph:
     )
 
 
-def _classification(c: ElectraConfig, num_labels: int) -> Graph:
-    dropout = bert.classifier_dropout(c)
-    return task_heads.first_token_mlp(
-        c.hidden_size, num_labels, dropout_in=dropout, activation="gelu", dropout_out=dropout
-    )
-
-
 def _choices(c: ElectraConfig, _: int) -> Graph:
     if c.summary != "first":
         raise ConfigError(
@@ -98,7 +91,7 @@ def _choices(c: ElectraConfig, _: int) -> Graph:
 
 HEADS = {
     "sequence_classification": FamilyHead(
-        body=_classification,
+        body=bert.first_token("gelu"),
         keys=(
             KeyRow("head.dense", "classifier.dense"),
             KeyRow("head.activation", "classifier.activation"),

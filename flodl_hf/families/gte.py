@@ -93,11 +93,15 @@ ALSO = (
 # fmt: on
 
 
+def rotary(c: GteConfig) -> Rotary:
+    """Return the rotations of one layer."""
+    return Rotary(c.hidden_size // c.num_heads, c.theta, c.scaling or c.rotary)
+
+
 def block(c: GteConfig) -> EncoderLayer:
     """Return one layer: BERT's, with rotations and a gate."""
-    rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.scaling or c.rotary)
     gated = {"gated": True, "bias": False, "down_bias": True, "inner_dropout": c.hidden_dropout}
-    return bert_block(c, attention={"rotary": rotary}, feed_forward=gated)
+    return bert_block(c, attention={"rotary": rotary(c)}, feed_forward=gated)
 
 
 def encoder(c: GteConfig) -> Graph:

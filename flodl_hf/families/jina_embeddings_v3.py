@@ -22,9 +22,7 @@ from flodl_hf.families.schema.config_rows import Check, IgnoredKey, Row, boolean
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import rotary_rows, wavelength
-from flodl_hf.nn.attention.rotary import Rotary
 from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +72,10 @@ ALSO = (
 # fmt: on
 
 
-def block(c: JinaEmbeddingsV3Config) -> EncoderLayer:
-    """Return one layer: BERT's, with rotations."""
-    rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.scaling or c.rotary)
-    return bert_block(c, attention={"rotary": rotary})
-
-
 def encoder(c: JinaEmbeddingsV3Config) -> Graph:
     """Return the graph from ids to token states."""
-    return chain(bert.embeddings(c, max_positions=0), stack(block(c) for _ in range(c.num_layers)))
+    blocks = (bert_block(c, attention={"rotary": gte.rotary(c)}) for _ in range(c.num_layers))
+    return chain(bert.embeddings(c, max_positions=0), stack(blocks))
 
 
 TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm")

@@ -21,7 +21,6 @@ from flodl_hf.families.schema.config_rows import IgnoredKey, Row, activation, co
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
 from flodl_hf.nn.attention.distances import RelativeBias
-from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
 
 PADDING = 1  # fixed in the reference implementation, whatever the configuration says
@@ -91,9 +90,7 @@ def encoder(c: MPNetConfig) -> Graph:
 HEADS = {
     "sequence_classification": replace(
         roberta.HEADS["sequence_classification"],
-        body=lambda c, labels: task_heads.first_token_mlp(
-            c.hidden_size, labels, dropout_in=c.hidden_dropout, activation="tanh", dropout_out=c.hidden_dropout
-        ),
+        body=bert.first_token("tanh", lambda c: c.hidden_dropout),
     ),
     "token_classification": bert.DROPPED_TOKENS,
     "question_answering": bert.HEADS["question_answering"],

@@ -30,9 +30,7 @@ from flodl_hf.families.schema.config_rows import (
 )
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.sizes import rotary_settings, wavelength
-from flodl_hf.nn.attention.rotary import Rotary
 from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,16 +129,15 @@ ALSO = (
 # fmt: on
 
 
-def block(c: NomicBertConfig) -> EncoderLayer:
-    """Return one layer: GTE's without biases."""
-    rotary = Rotary(c.hidden_size // c.num_heads, c.theta, c.rotary)
-    return bert_block(c, attention={"bias": False, "rotary": rotary}, feed_forward={"gated": True, "bias": False})
-
-
 def encoder(c: NomicBertConfig) -> Graph:
     """Return the graph from ids to token states."""
     embeddings = bert.embeddings(c, max_positions=0, dropout=c.embedding_dropout)
-    return chain(embeddings, stack(block(c) for _ in range(c.num_layers)))
+    plain = {"bias": False}
+    blocks = (
+        bert_block(c, attention=plain | {"rotary": gte.rotary(c)}, feed_forward=plain | {"gated": True})
+        for _ in range(c.num_layers)
+    )
+    return chain(embeddings, stack(blocks))
 
 
 MASKED_LM = replace(

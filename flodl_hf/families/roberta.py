@@ -62,16 +62,9 @@ def encoder(c: RobertaConfig) -> Graph:
     return chain(embeddings(c), stack(bert_block(c) for _ in range(c.num_layers)))
 
 
-def _classification(c: RobertaConfig, num_labels: int) -> Graph:
-    dropout = bert.classifier_dropout(c)
-    return task_heads.first_token_mlp(
-        c.hidden_size, num_labels, dropout_in=dropout, activation="tanh", dropout_out=dropout
-    )
-
-
 HEADS = {
     "sequence_classification": FamilyHead(
-        body=_classification,
+        body=bert.first_token("tanh"),
         keys=(KeyRow("head.dense", "classifier.dense"), KeyRow("head.classifier", "classifier.out_proj")),
         classifier="head.classifier",
     ),

@@ -53,17 +53,23 @@ class Adapted(GraphModel):
         from flodl_hf.models.adapters.fresh import new_adapter
         from flodl_hf.models.adapters.settings import Lora
 
+        with self._taken_out() as held:
+            held.add(name, new_adapter(self, adapter or Lora()))
+        held.put(self, name)
+        return self
+
+    @contextmanager
+    def _taken_out(self) -> Iterator[Adapters]:
+        """Leave the model without its adapter; restore it if an exception is raised inside."""
         held = self._held_adapters
         before = held.active
         held.take_out(self)
         try:
-            held.add(name, new_adapter(self, adapter or Lora()))
+            yield held
         except BaseException:
             if before is not None:
                 held.put(self, before)
             raise
-        held.put(self, name)
-        return self
 
     def load_adapter(self, folder: str | Path, name: str = "default") -> Self:
         """Add an adapter from a folder or Hub repository, and have the model compute with it; returns the model.
@@ -74,22 +80,16 @@ class Adapted(GraphModel):
         """
         from flodl_hf.models.adapters.folder import open_adapter
 
-        held = self._held_adapters
         opened = open_adapter(folder)
-        before = held.active
-        held.take_out(self)
-        own = self.config
-        labels = opened.labels(own, self.head)
-        try:
-            self.config = own.changed(labels=labels) if labels is not None else own
-            found = opened.adapter(self)
-            self.config = own
+        with self._taken_out() as held:
+            own = self.config
+            labels = opened.labels(own, self.head)
+            try:
+                self.config = own.changed(labels=labels) if labels is not None else own
+                found = opened.adapter(self)
+            finally:
+                self.config = own
             held.add(name, found)
-        except BaseException:
-            self.config = own
-            if before is not None:
-                held.put(self, before)
-            raise
         held.put(self, name)
         return self
 

@@ -222,7 +222,7 @@ def initialise(graph: nn.Module, only: Iterable[str], scale: float) -> None:
                         parameter[module.padding_idx].zero_()
 
 
-_FLOATS = ("float32", "float16", "bfloat16", "float64")
+FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 
 def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
@@ -235,8 +235,8 @@ def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
         return dtype
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        hint = nearest(str(dtype), _FLOATS)
-        raise ConfigError(f"dtype={dtype!r}{hint}; expected one of {', '.join(_FLOATS)}", problems=["dtype"])
+        hint = nearest(str(dtype), FLOATS)
+        raise ConfigError(f"dtype={dtype!r}{hint}; expected one of {', '.join(FLOATS)}", problems=["dtype"])
     return found
 
 

@@ -25,18 +25,14 @@ from flodl_hf.checkpoints.weights.file_names import SAFETENSORS, SAFETENSORS_IND
 from flodl_hf.checkpoints.weights.loading import canonical_names
 from flodl_hf.errors import ExportError
 from flodl_hf.families.schema.tasks import task_named
+from flodl_hf.models.building import FLOATS
 from flodl_hf.nn.layers.parts import joined
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model import GraphModel
 
 
-DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float64: "float64",
-}
+DTYPE_NAMES = {getattr(torch, name): name for name in FLOATS}
 
 
 @dataclass(frozen=True)

@@ -194,12 +194,9 @@ def read_step(root: Path, kind: str, path: object) -> tuple[Step, dict[str, byte
         CheckpointError: its weights are damaged.
     """
     part = place_in(root, path).relative_to(root).as_posix()
-    if kind == "Dense":
-        return read_dense(root, part)
-    if kind == "LayerNorm":
-        return _layer_norm(root, part)
-    if kind == "CNN":
-        return _convolutions(root, part)
+    readers: dict[str, Any] = {"Dense": read_dense, "LayerNorm": _layer_norm, "CNN": _convolutions}
+    if kind in readers:
+        return readers[kind](root, part)
     name = f"{part}/config.json"
     settings = settings_in(root, name) if path and is_entry(root, name) else {}
     files = {name: bytes_of(root, name)} if settings else {}

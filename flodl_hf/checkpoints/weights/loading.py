@@ -7,8 +7,8 @@ and filling the model is `flodl_hf.models`'s.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast
 
 from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.checkpoints.weights.load_report import LoadReport
@@ -52,14 +52,6 @@ class Plan:
     duplicates: tuple[tuple[str, str], ...]
     report: LoadReport
     stored: Mapping[str, Stored]
-
-
-@dataclass(frozen=True)
-class _StoredPart:
-    """The header of a part of a stored tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def head_of(family: Family, architectures: object, wanted: str | None = None) -> str | None:
@@ -442,8 +434,8 @@ def _with_parts(stored: Mapping[str, Stored], names: _Names) -> dict[str, Stored
         if not parts or rows % len(parts):
             found[name] = tensor
             continue
-        shape = (rows // len(parts), *tensor.shape[1:])
-        found |= {named_part(name, like): _StoredPart(shape, tensor.dtype) for like in parts}
+        part: Any = replace(cast("Any", tensor), shape=(rows // len(parts), *tensor.shape[1:]))
+        found |= {named_part(name, like): part for like in parts}
     return found
 
 

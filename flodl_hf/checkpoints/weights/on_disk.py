@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -111,7 +112,7 @@ def stays_on_disk(
         if faults:
             raise ConfigError(f"{manifest.folder}: weights='disk' cannot be: {'; '.join(faults)}", problems=faults)
         return True
-    need = sum(_numbers(manifest.tensors[name].shape) for name in names if name in manifest.tensors) * dtype.itemsize
+    need = sum(prod(manifest.tensors[name].shape) for name in names if name in manifest.tensors) * dtype.itemsize
     free = available_memory(device)
     if free is None or need <= free or manifest.layout not in ("single", "sharded"):
         return False
@@ -123,10 +124,6 @@ def stays_on_disk(
     notes.append(said)
     warnings.warn(f"{manifest.folder}: {said}", stacklevel=2)
     return True
-
-
-def _numbers(shape: Iterable[int]) -> int:
-    return int(np.prod([*shape, 1], dtype=np.int64))
 
 
 def _faults(
