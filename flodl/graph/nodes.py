@@ -112,6 +112,7 @@ class Node:
         verb: the verb that created it.
         mode: ``add``, ``mean``, or ``concat`` and a dimension for a merge, the tag for a ``state_read``.
         level: distance from the entry.
+        role: ``module`` for a node with a module, else the kind; set when the graph is built.
     """
 
     index: int
@@ -125,11 +126,7 @@ class Node:
     verb: str = ""
     mode: str = ""
     level: int = 0
-
-    @property
-    def role(self) -> str:
-        """``module`` for a node with a module, else the kind."""
-        return "module" if self.name else self.kind
+    role: str = ""
 
     @property
     def sources(self) -> tuple[int, ...]:

@@ -91,6 +91,7 @@ class Draft:
         for node in self.nodes:
             if node.index in self.modules:
                 node.name = node.name or (node.tags[0] if node.tags else node.id)
+            node.role = "module" if node.name else node.kind
             # References to inputs that were declared later get their node now.
             node.references = tuple(
                 Reference(r.keyword, r.tag, self.tags.get(r.tag, 0)) if r.source < 0 else r for r in node.references
