@@ -37,6 +37,7 @@ from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, MODEL_FILES, TO
 from flodl_hf.checkpoints.weights.loading import canonical_names, head_of
 from flodl_hf.errors import ExportError
 from flodl_hf.export.convert import model_files
+from flodl_hf.families.schema.keys import translated
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.models.saving import export_model
 from flodl_hf.nn.layers.parts import joined
@@ -177,7 +178,7 @@ def _named(found: Checkpoint, config: ModelConfig, task: str) -> tuple[dict[str,
     plain = {_bare(name): tensor for name, tensor in found.tensors.items()}
     if len(plain) != len(found.tensors):
         raise CheckpointError(f"{found.path}: two tensors have one name but for their beginning", path=found.path)
-    ours = [name for name in plain if _is_ours(name, key_map)]
+    ours = [name for name in plain if translated(name, key_map.pairs)]
     if not ours:
         return {name.replace("/", "."): tensor for name, tensor in found.tensors.items()}, "Hugging Face"
     strange = [name for name in plain if name not in set(ours)]
@@ -197,22 +198,14 @@ def _task_of(found: Checkpoint, config: ModelConfig, named: str) -> str:
     """Return the task of the configuration, or another one with the names in a graph's file."""
     names = [_bare(name) for name in found.tensors]
     for task in dict.fromkeys([named, *config.family.heads]):
-        key_map = config.family.key_map(config.encoder, task)
-        if all(_is_ours(name, key_map) for name in names):
+        pairs = config.family.key_map(config.encoder, task).pairs
+        if all(translated(name, pairs) for name in names):
             return task
     return named
 
 
 def _bare(name: str) -> str:
     return next((name.removeprefix(w) for w in _WRAPPERS if name.startswith(w)), name)
-
-
-def _is_ours(name: str, key_map: Any) -> bool:
-    try:
-        key_map.theirs(name)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _config_text(config: ModelConfig, task: str, labels: Sequence[str] | None) -> str:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder, Graph
-from flodl_hf.families import bert
+from flodl_hf.families import albert, bert
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.families.schema.config_rows import (
     Check,
@@ -396,15 +396,7 @@ HEADS = {
 HEADS["multiple_choice"] = HEADS["sequence_classification"].scoring_choices()
 
 TOKENIZER = FamilyTokenizer(
-    special={
-        "bos_token": "[CLS]",
-        "eos_token": "[SEP]",
-        "unk_token": "[UNK]",
-        "sep_token": "[SEP]",
-        "pad_token": "[PAD]",
-        "cls_token": "[CLS]",
-        "mask_token": "[MASK]",
-    },
+    special={**albert.TOKENIZER.special, "unk_token": "[UNK]", "pad_token": "[PAD]"},
     type_ids=True,
     inputs=("input_ids", "attention_mask", "token_type_ids"),
     files=("spm.model",),

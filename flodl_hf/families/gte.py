@@ -11,17 +11,16 @@ Files written for the code of another repository have ``model_type: new``; that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flodl.graph import Graph
 from flodl_hf.families import bert, roberta
-from flodl_hf.families.schema import Family, FamilyHead
+from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import IgnoredKey, changed, count
-from flodl_hf.families.schema.keys import KeyRow, Tie
+from flodl_hf.families.schema.keys import KeyRow
 from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
 from flodl_hf.families.schema.sizes import BASE_SIZES, rotary_rows
 from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
-from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import bert_block, chain, pooler, stack
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 
@@ -112,14 +111,14 @@ def encoder(c: GteConfig) -> Graph:
 HEADS = {
     "sequence_classification": bert.HEADS["sequence_classification"],
     "token_classification": bert.HEADS["token_classification"],
-    "masked_lm": FamilyHead(
-        body=lambda c, _: task_heads.lm(c.hidden_size, c.hidden_size, c.vocab_size, "gelu", c.norm_eps),
+    "masked_lm": replace(
+        roberta.HEADS["masked_lm"],
+        aliases=(),
         keys=(
             KeyRow("head.dense", "lm_head.dense"),
             KeyRow("head.norm", "lm_head.norm"),
             KeyRow("head.decoder", "lm_head.decoder"),
         ),
-        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
     ),
 }
 

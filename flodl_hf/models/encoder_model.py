@@ -22,6 +22,7 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.compat.loading import SAVE
 from flodl_hf.errors import ExportError, PredictError
+from flodl_hf.families import model_types
 from flodl_hf.families.schema.tasks import HEADS, Task, task_named
 from flodl_hf.models.adapted import Adapted
 from flodl_hf.models.building import build_graph, declared_ties, initialise, tie_tensors
@@ -299,21 +300,7 @@ FAMILIAR = {
         "graph.get_submodule('head') is the head, and freeze=['encoder'] trains it alone",
     ),
     **dict.fromkeys(
-        (
-            "bert",
-            "roberta",
-            "distilbert",
-            "electra",
-            "deberta",
-            "albert",
-            "mpnet",
-            "xlm_roberta",
-            "camembert",
-            "encoder",
-            "embeddings",
-            "transformer",
-            "pooler",
-        ),
+        ("encoder", "embeddings", "transformer", "pooler", *(name.replace("-", "_") for name in model_types())),
         "base_model is the model without its head, and graph.get_submodule('encoder') its encoder",
     ),
     "generate": "encoders generate no text; fill_mask finds the word behind a mask, of AutoModelForMaskedLM",

@@ -301,9 +301,8 @@ def _from_hub(request: HubRequest) -> Resolved:
         explain(request, cause)
     commit = info.sha
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-        raise request.error(
-            f"the server answered with commit {printable(str(commit))}, expected 40 hexadecimal digits",
-            "check HF_ENDPOINT: this is no Hub",
+        raise request.no_hub(
+            f"the server answered with commit {printable(str(commit))}, expected 40 hexadecimal digits"
         )
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or () if isinstance(sibling.rfilename, str)}
     snapshot = request.storage / "snapshots" / commit
@@ -376,7 +375,7 @@ def _check_announced(request: HubRequest, announced: Any) -> None:
     else:
         return
     name = printable(announced.rfilename)[1:-1]
-    raise request.error(f"{name}: the server announces {found}", "check HF_ENDPOINT: this is no Hub", file=name)
+    raise request.no_hub(f"{name}: the server announces {found}", file=name)
 
 
 def _fetch(request: HubRequest, filename: str, commit: str, *, cached: bool, again: bool) -> None:
@@ -392,24 +391,18 @@ def _fetch(request: HubRequest, filename: str, commit: str, *, cached: bool, aga
     if not cached or again:
         url = hf_hub_url(request.name, filename, revision=commit)
         said = get_hf_file_metadata(url, token=request.token, timeout=_TIMEOUT_S)
-        for what, value, form in (("ETag", said.etag, _ETAG), ("commit", said.commit_hash, _COMMIT)):
-            wrong = value is not None and (form.fullmatch(value) is None or ".." in value)
-            if wrong or (what == "commit" and value not in (None, commit)):
-                raise request.error(
-                    f"{filename}: the server answered with {what} {printable(str(value), 160)}, expected "
-                    + (commit if what == "commit" else "a digest"),
-                    "check HF_ENDPOINT: this is no Hub",
-                    file=filename,
-                )
+        etag, fault = said.etag, ""
+        if etag is not None and (_ETAG.fullmatch(etag) is None or ".." in etag):
+            fault = f"answered with ETag {printable(str(etag), 160)}, expected a digest"
+        elif said.commit_hash not in (None, commit):
+            fault = f"answered with commit {printable(str(said.commit_hash), 160)}, expected {commit}"
         # Where a key for the store of large files is fetched, with the token.
         keys_at = getattr(getattr(said, "xet_file_data", None), "refresh_route", None)
-        if keys_at is not None and not same_origin(str(keys_at), constants.ENDPOINT):
-            raise request.error(
-                f"{filename}: the server sends the token to {printable(str(keys_at), 160)}, expected an address of "
-                f"{constants.ENDPOINT}",
-                "check HF_ENDPOINT: this is no Hub",
-                file=filename,
-            )
+        if not fault and keys_at is not None and not same_origin(str(keys_at), constants.ENDPOINT):
+            at = printable(str(keys_at), 160)
+            fault = f"sends the token to {at}, expected an address of {constants.ENDPOINT}"
+        if fault:
+            raise request.no_hub(f"{filename}: the server {fault}", file=filename)
     hf_hub_download(
         request.name, filename, revision=commit, cache_dir=request.cache, token=request.token, force_download=again
     )

@@ -62,6 +62,10 @@ class HubRequest:
         demo = "" if "/" in self.name else ". To try the library offline, `flodl-hf demo` writes the folder demo-model"
         return HubError(f"{where}: {found}; {remedy}{demo}", name=self.name, revision=self.revision, **details)
 
+    def no_hub(self, found: str, **details: Any) -> HubError:
+        """Return the error for an answer that the Hub does not give."""
+        return self.error(found, "check HF_ENDPOINT: this is no Hub", **details)
+
 
 def _chain(error: BaseException | None) -> list[BaseException]:
     chain: list[BaseException] = []

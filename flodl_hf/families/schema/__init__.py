@@ -21,16 +21,10 @@ if TYPE_CHECKING:
     from flodl_hf.families.schema.keys import KeyRow, Tie
     from flodl_hf.families.schema.record import Family, FamilyHead, FamilyTokenizer, Ignored, PassthroughTensor
 
-_WHERE = {
-    "Family": "record",
-    "FamilyHead": "record",
-    "FamilyTokenizer": "record",
-    "Ignored": "record",
-    "IgnoredKey": "config_rows",
-    "PassthroughTensor": "record",
-    "KeyRow": "keys",
-    "Row": "config_rows",
-    "Tie": "keys",
+_NAMES = {
+    "config_rows": ("IgnoredKey", "Row"),
+    "keys": ("KeyRow", "Tie"),
+    "record": ("Family", "FamilyHead", "FamilyTokenizer", "Ignored", "PassthroughTensor"),
 }
 
 __all__ = [
@@ -48,6 +42,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: rows are read without the record, which imports torch.
-    if name in _WHERE:
-        return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
