@@ -20,13 +20,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig, marker_id
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
-from flodl_hf.checkpoints.sentence.sparse import SparseVectors, SpladePooling, from_dense, from_tokens
+from flodl_hf.checkpoints.sentence.sparse import SparseVectors, from_tokens
 from flodl_hf.checkpoints.sentence.steps import Step
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.batch import Pending, Pooled, Splade, States, Work
+from flodl_hf.inference.batch import Pending, Pooled, States, Work
 from flodl_hf.inference.decode.classes import mean_over_windows
 from flodl_hf.inference.decode.pooling import finish_embeddings, pool_padded
-from flodl_hf.inference.inputs import Encoded, as_text_list, encode, prompted
+from flodl_hf.inference.inputs import Encoded, as_text_list, encode
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.token_table import table_of
@@ -34,8 +34,6 @@ from flodl_hf.inference.vectors import Vectors
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.layout.layouts import Padded
 
-TOKENS = 2048
-"""Maximum tokens of a batch with whole word scores: a quarter of a gigabyte at 30,000 words."""
 USUAL_BATCH = 32
 """Texts of a batch in sentence-transformers, where vectors depend on padding."""
 BATCH: ContextVar[int] = ContextVar("texts of a padded batch", default=USUAL_BATCH)
@@ -371,47 +369,23 @@ def lexical_vectors(
         joined = [tuple(np.concatenate(side) for side in zip(*own, strict=True)) for own in parts]
         return [from_tokens(ids, own, left_out) for ids, own in joined]
 
-    return _collected(model, texts, encoded, States(), finish, run, rows=1)
+    return sparse_vectors(model, texts, encoded, States(), finish, run, rows=1)
 
 
-def splade_vectors(
-    model: EncoderModel,
-    texts: str | Iterable[str],
-    *,
-    most: int | None,
-    prompt: str | None,
-    prompt_name: str | None,
-    windows: bool,
-    strict: bool,
-    untrained: bool,
-    run: RunKeywords,
-) -> SparseVectors:
-    """Return weights of words by a masked-word head; see `MaskedLM.embed_sparse`."""
-    tokenizer = model._ready("embed_sparse", untrained=untrained)
-    # The recipe of an encoder that makes dense vectors has prompts for those.
-    recipe = model.sentence_recipe
-    if recipe is None or recipe.splade is None:
-        recipe = SentenceTransformerConfig(splade=SpladePooling())
-    pooling = recipe.splade or SpladePooling()
-    before = recipe.resolve_prompt("embed_sparse", prompt, prompt_name)
-
-    def encoded(chunk: list[str]) -> Encoded:
-        read = prompted(before, chunk, lower=recipe.lower_case)
-        return encode(tokenizer, read, max_tokens=most_sentence_tokens(model), strict=strict, truncate=not windows)
-
-    def finish(chunk: list[str], found: Encoded, weights: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
-        return list(from_dense(weights.stacked().numpy(), found.table.owners, len(chunk), pooling.strategy))
-
-    if model.run_options.token_budget is None:
-        run = {"token_budget": TOKENS, **run}
-    found = _collected(model, texts, encoded, Splade(pooling), finish, run, rows=16)
-    kept = recipe.most_words if most is None else most
-    return found if kept is None else found.top(kept)
-
-
-def _collected(
+def sparse_vectors(
     model: EncoderModel, texts: Any, encode: Any, work: Work, finish: Any, run: RunKeywords, *, rows: int
 ) -> SparseVectors:
+    """Return the sparse vectors of texts.
+
+    Args:
+        model: the model.
+        texts: one text or several.
+        encode: texts to token rows.
+        work: what to compute of rows.
+        finish: ids and weights of each text of a window, from its scores.
+        run: how to run.
+        rows: approximate number of rows per text.
+    """
     given = as_text_list(texts, "embed_sparse")
     asked = [given] if isinstance(given, str) else list(given)
     limit = most_sentence_tokens(model)

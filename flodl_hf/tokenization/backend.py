@@ -191,12 +191,6 @@ def _splitting(inner: tokenizers.Tokenizer) -> bytes | None:
         return None
 
 
-def _keeps_space(inner: tokenizers.Tokenizer) -> bool:
-    """Return whether the first token of each window keeps one space in its offsets, as the library trims them."""
-    part = json.loads(inner.post_processor.__getstate__()) if inner.post_processor else {}
-    return bool(part.get("trim_offsets") and part.get("add_prefix_space"))
-
-
 def _characters(texts: Sequence[Any]) -> int:
     return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts)
 
@@ -256,7 +250,9 @@ class Backend:
             name: side for name, said in sections.items() if (side := said.get("direction")) in ("left", "right")
         }
         self.joins_words = joins_words(pre_tokenizer)
-        self.keeps_space = _keeps_space(inner)
+        template = json.loads(inner.post_processor.__getstate__()) if inner.post_processor else {}
+        # Whether the first token of each window keeps one space in its offsets, as the library trims them.
+        self.keeps_space = bool(template.get("trim_offsets") and template.get("add_prefix_space"))
         self.is_bpe = type(inner.model).__name__ == "BPE"
 
     @cached_property

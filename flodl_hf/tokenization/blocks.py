@@ -11,6 +11,7 @@ token are processed elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from struct import pack
 from typing import Any
@@ -43,7 +44,7 @@ def mark_of(inner: tokenizers.Tokenizer) -> Mark | None:
     special = [(token.content, i) for i, token in added if token.special and token.content != unknown]
     # Texts do not contain the padding token.
     special.sort(key=lambda found: "pad" not in found[0].lower())
-    run = _plain(inner)
+    run = partial(inner.encode_batch_fast, is_pretokenized=True, add_special_tokens=False)
     for mark in special[:4]:
         alone = [encoding.ids for encoding in inner.encode_batch_fast(list(_PROBES), add_special_tokens=False)]
         if run([[mark[0]]])[0].ids != [mark[1]] or any(mark[1] in ids for ids in alone):
@@ -56,10 +57,6 @@ def mark_of(inner: tokenizers.Tokenizer) -> Mark | None:
         ):
             return mark
     return None
-
-
-def _plain(inner: tokenizers.Tokenizer) -> Callable[[list[Any]], list[tokenizers.Encoding]]:
-    return lambda batch: inner.encode_batch_fast(batch, is_pretokenized=True, add_special_tokens=False)
 
 
 def in_blocks(

@@ -105,7 +105,7 @@ def _suffixed(source: Source) -> Tokenizer:
     return tokenizer
 
 
-def _fairseq(source: Source, normalize: Callable[[str], str] | None = None) -> Tokenizer:
+def _fairseq(source: Source) -> Tokenizer:
     """Return BPE over fairseq's ``vocab.txt`` and ``bpe.codes``."""
     from .python_words import fairseq_words, splitter
 
@@ -114,23 +114,15 @@ def _fairseq(source: Source, normalize: Callable[[str], str] | None = None) -> T
     lines = source.files["bpe.codes"].decode("utf-8").split("\n")[:-1]
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=source.tokens["unk_token"]))
     words = fairseq_words((parts[0], parts[1]) for line in lines if len(parts := line.split()) > 1)
-    if normalize is not None:
-        from .tweets import normalized_words
+    if source.rules.build == "bertweet" and source.flag("normalization", False):
+        from .tweets import normalize_tweet, normalized_words
 
-        words = normalized_words(words, normalize)
+        words = normalized_words(words, normalize_tweet)
     tokenizer.pre_tokenizer = splitter(words)
     spaced = decoders.WordPiece(prefix="\U0010ffff", cleanup=False)  # a prefix that no token has
     parts = [spaced, decoders.Fuse(), decoders.Replace("@@ ", ""), decoders.Replace(Regex(r"\A\s+|\s+\z"), "")]
     tokenizer.decoder = decoders.Sequence(parts)
     return tokenizer
-
-
-def _bertweet(source: Source) -> Tokenizer:
-    if not source.flag("normalization", False):
-        return _fairseq(source)
-    from .tweets import normalize_tweet
-
-    return _fairseq(source, normalize_tweet)
 
 
 def _japanese(source: Source) -> Tokenizer:
@@ -147,7 +139,7 @@ _BUILDERS: Mapping[str, Callable[[Source], Tokenizer]] = {
     "qwen2": _qwen2,
     "suffixed": _suffixed,
     "fairseq": _fairseq,
-    "bertweet": _bertweet,
+    "bertweet": _fairseq,
     "japanese": _japanese,
     "pieces": pieces,
     "bpe": pieces,

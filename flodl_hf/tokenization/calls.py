@@ -99,17 +99,14 @@ class Calls(Vocabulary):
                 )
                 for index, row in zip(long, again, strict=True):
                     rows[index] = row
-        return cut_each(rows, max_tokens, stride=stride, cut=cut, overflow=overflow, snap=snap, side=self._cut_side)
-
-    @property
-    def _cut_side(self) -> Literal["left", "right"]:
-        return "left" if self._settings.truncation_side == "left" else "right"
+        side = self.settings.truncation_side
+        return cut_each(rows, max_tokens, stride=stride, cut=cut, overflow=overflow, snap=snap, side=side)
 
     def _shorten(
         self, texts: Sequence[Any], pairs: Sequence[Any] | None, max_tokens: int, cut: Cut
     ) -> tuple[Sequence[Any], Sequence[Any] | None]:
         """Return the texts, long ones without most of the characters that truncation removes."""
-        if self._settings.truncation_side == "left" or not self._backend.splits_at_spaces:
+        if self.settings.truncation_side == "left" or not self._backend.splits_at_spaces:
             return texts, pairs
 
         def shorten(given: Sequence[str]) -> Sequence[str]:
@@ -201,7 +198,7 @@ class Calls(Vocabulary):
         texts, pairs, single = as_batch(text, text_pair, is_split_into_words)
         if is_split_into_words and self._backend.joins_words:
             warnings.warn(JOINED, UserWarning, stacklevel=2)
-        limit = max_length if max_length is not None else self._settings.model_max_length
+        limit = max_length if max_length is not None else self.settings.model_max_length
         if cut == "longest" and (pairs is None or return_overflowing_tokens):
             cut = "first"
         if cut is not None and limit is not None and not (return_overflowing_tokens or is_split_into_words):
@@ -218,7 +215,7 @@ class Calls(Vocabulary):
             width = max((len(row) for row in rows), default=0)
         elif pad == "max_length":
             width = limit
-        names = self._settings.input_names
+        names = self.settings.input_names
         data: dict[str, Any] = {"input_ids": [list(row.ids) for row in rows]}
         if "token_type_ids" in names if return_token_type_ids is None else return_token_type_ids:
             data["token_type_ids"] = [list(row.type_ids) for row in rows]
@@ -249,7 +246,7 @@ class Calls(Vocabulary):
             return [[row] for row in rows]
         overflow: Overflow = "windows" if windows else "truncate"
         groups = cut_each(
-            rows, limit, stride=stride, cut=cut, overflow=overflow, snap=False, side=self._cut_side
+            rows, limit, stride=stride, cut=cut, overflow=overflow, snap=False, side=self.settings.truncation_side
         )  # fmt: skip
         if self._backend.keeps_space:
             groups = [[with_space(part, row) for part in group] for group, row in zip(groups, rows, strict=True)]
@@ -298,13 +295,13 @@ class Calls(Vocabulary):
 
     def _reading(self, split: bool) -> Backend:
         """Return the tokenizer that does or does not split special tokens in a text."""
-        if split == self._settings.split_special:
+        if split == self.settings.split_special:
             return self._backend
         other = self.__dict__["_splitting"]
         if other is None:
             if self._backend.by_code:
                 again = cast("Any", self).from_files(
-                    self._files, folder=self._folder, model_type=self._settings.model_type, config=self._config
+                    self._files, folder=self._folder, model_type=self.settings.model_type, config=self._config
                 )
                 inner = again._inner
             else:

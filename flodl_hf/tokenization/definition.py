@@ -8,7 +8,7 @@ files name (``added.py``).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
@@ -31,18 +31,7 @@ from flodl_hf.tokenization.guard import translated_errors
 from flodl_hf.tokenization.settings import ROLES, check_keys, content, said_of
 from flodl_hf.tokenization.source import parse_json
 from flodl_hf.tokenization.templates import frame, template_ends
-
-Part = dict[str, Any]
-_INSIDE = ("normalizers", "pretokenizers", "processors")
-
-
-def parts_of(component: Part | None) -> Iterator[Part]:
-    """Yield a component and the components in it."""
-    if isinstance(component, dict):
-        yield component
-        for key in _INSIDE:
-            for part in component.get(key) or ():
-                yield from parts_of(part)
+from flodl_hf.tokenization.words import Part, parts_of
 
 
 def _set(component: Part | None, kind: str, key: str, value: Any) -> list[Any]:
@@ -54,34 +43,30 @@ def _set(component: Part | None, kind: str, key: str, value: Any) -> list[Any]:
     return old
 
 
-def _steps(component: Part | None, kind: str) -> Part:
-    """Return a component as a sequence."""
-    if isinstance(component, dict) and component.get("type") == "Sequence":
-        return component
-    inside = "normalizers" if kind == "normalizer" else "pretokenizers"
-    return {"type": "Sequence", inside: [] if component is None else [component]}
-
-
-def _switch(definition: Part, kinds: tuple[str, ...], wanted: bool, first: tuple[str, ...] = ()) -> list[Any]:
-    """Add or remove normalizers without settings; return the former state if it differed.
+def _switch(definition: Part, name: str, steps: list[Part], wanted: bool, first: tuple[str, ...] = ()) -> list[Any]:
+    """Add or remove steps of a component; return the former state if it differed.
 
     Args:
         definition: the content of ``tokenizer.json``.
-        kinds: the normalizers, in order.
+        name: "normalizer" or "pre_tokenizer".
+        steps: the steps, in order.
         wanted: whether they are wanted.
-        first: normalizers that come before them.
+        first: kinds of steps that come before them.
     """
-    sequence = _steps(definition.get("normalizer"), "normalizer")
-    parts = sequence["normalizers"]
+    inside = "normalizers" if name == "normalizer" else "pretokenizers"
+    sequence = definition.get(name)
+    if not isinstance(sequence, dict) or sequence.get("type") != "Sequence":
+        sequence = {"type": "Sequence", inside: [] if sequence is None else [sequence]}
+    parts, kinds = sequence[inside], {step["type"] for step in steps}
     present = any(part.get("type") in kinds for part in parts)
     if present == wanted:
         return []
     if wanted:
         at = max((i + 1 for i, part in enumerate(parts) if part.get("type") in first), default=0)
-        parts[at:at] = [{"type": kind} for kind in kinds]
+        parts[at:at] = steps
     else:
-        sequence["normalizers"] = [part for part in parts if part.get("type") not in kinds]
-    definition["normalizer"] = sequence
+        sequence[inside] = [part for part in parts if part.get("type") not in kinds]
+    definition[name] = sequence
     return [present]
 
 
@@ -92,13 +77,15 @@ def _lower(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
         return _set(definition["normalizer"], "BertNormalizer", "lowercase", value)
     if not rules.files[0].endswith(".model"):
         return []
-    return _switch(definition, ("Lowercase",), value, ("StripAccents", "Replace") if rules.steps else ())
+    before = ("StripAccents", "Replace") if rules.steps else ()
+    return _switch(definition, "normalizer", [{"type": "Lowercase"}], value, before)
 
 
 def _accents(definition: Part, rules: FamilyTokenizer, kept: bool) -> list[Any]:
     if "accents unless kept" not in rules.steps:
         return []
-    return [not state for state in _switch(definition, ("NFKD", "StripAccents"), not kept, ("Replace",))]
+    steps = [{"type": "NFKD"}, {"type": "StripAccents"}]
+    return [not state for state in _switch(definition, "normalizer", steps, not kept, ("Replace",))]
 
 
 def _prefix(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
@@ -123,14 +110,7 @@ def _trim(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
 def _punctuation(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
     if rules.split_punctuation is None:
         return []
-    sequence = _steps(definition.get("pre_tokenizer"), "pre_tokenizer")
-    parts = sequence["pretokenizers"]
-    if (present := any(part.get("type") == "Punctuation" for part in parts)) == value:
-        return []
-    others = [part for part in parts if part.get("type") != "Punctuation"]
-    sequence["pretokenizers"] = [{"type": "Punctuation", "behavior": "Isolated"}, *others] if value else others
-    definition["pre_tokenizer"] = sequence
-    return [present]
+    return _switch(definition, "pre_tokenizer", [{"type": "Punctuation", "behavior": "Isolated"}], value)
 
 
 def applied(definition: Part, rules: FamilyTokenizer, stated: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -143,26 +143,13 @@ def divided_text(where: str) -> TokenizerError:
 
 
 def _slice(row: Row, keep: list[range], window: int, first: int, last: int, truncated: bool) -> Row:
-    def pick(values: Sequence) -> list:
-        out: list = []
-        if values:
-            for part in keep:
-                out.extend(values[part.start : part.stop])
-        return out
+    def pick(name: str) -> list[Any]:
+        values = getattr(row, name)
+        return [value for part in keep for value in values[part.start : part.stop]]
 
-    return Row(
-        ids=pick(row.ids),
-        type_ids=pick(row.type_ids),
-        offsets=pick(row.offsets),
-        word_ids=pick(row.word_ids),
-        sequence_ids=pick(row.sequence_ids),
-        special=pick(row.special),
-        tokens=pick(row.tokens),
-        window=window,
-        first_token=first,
-        last_token=last,
-        truncated=truncated,
-    )
+    names = ("ids", "type_ids", "offsets", "word_ids", "sequence_ids", "special", "tokens")
+    parts = {name: pick(name) for name in names}
+    return Row(**parts, window=window, first_token=first, last_token=last, truncated=truncated)
 
 
 def too_long(where: str, total: int, max_tokens: int, uncut: int | None = -1) -> TextTooLongError:

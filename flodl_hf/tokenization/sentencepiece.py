@@ -165,9 +165,6 @@ def read_model(data: bytes, where: str) -> SentencePieceModel:
     if len(texts) != len(pieces):
         raise _fault(where, f"{len(pieces) - len(texts)} pieces occur more than once")
 
-    def flag(spec: dict[int, Value], number: int, default: bool) -> bool:
-        return bool(spec.get(number, default))
-
     algorithm = trainer.get(3, UNIGRAM)
     charsmap = normalizer.get(2, b"")
     if not isinstance(charsmap, bytes):
@@ -175,9 +172,9 @@ def read_model(data: bytes, where: str) -> SentencePieceModel:
     unsupported = []
     if algorithm not in (UNIGRAM, BPE):
         unsupported.append(f"the {_ALGORITHMS.get(int(algorithm), algorithm)!s} algorithm")
-    if flag(trainer, 24, False):
+    if trainer.get(24, False):
         unsupported.append("spaces at the end of pieces (treat_whitespace_as_suffix)")
-    if not flag(normalizer, 5, True):
+    if not normalizer.get(5, True):
         unsupported.append("plain spaces in pieces (escape_whitespaces false)")
     if unsupported:
         raise TokenizerError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from flodl.errors import nearest, shown
 from flodl_hf.errors import TokenizerError
@@ -18,6 +18,7 @@ from flodl_hf.families.schema import Family, FamilyTokenizer
 from flodl_hf.tokenization.classes import class_name, class_rules, guess_model_type, rules_for, rules_of
 from flodl_hf.tokenization.source import parse_json
 
+Side = Literal["left", "right"]
 _NUMBER = (int, float)
 # Settings that are applied, with the types of their values; null is the default of the class.
 APPLIED: Mapping[str, tuple[type, ...]] = {
@@ -138,8 +139,8 @@ class Settings:
     extra_special: tuple[str, ...] = ()
     named_special: Mapping[str, str] = field(default_factory=dict)
     model_max_length: int | None = None
-    padding_side: str = "right"
-    truncation_side: str = "right"
+    padding_side: Side = "right"
+    truncation_side: Side = "right"
     clean_up: bool = False
     input_names: tuple[str, ...] = ("input_ids", "token_type_ids", "attention_mask")
     split_special: bool = False
@@ -201,7 +202,7 @@ def extra_tokens(*sources: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _side(config: Mapping[str, Any], key: str, where: str, default: str = "right") -> str:
+def _side(config: Mapping[str, Any], key: str, where: str, default: str = "right") -> Side:
     value = config.get(key, default)
     if value not in ("left", "right"):
         raise TokenizerError(

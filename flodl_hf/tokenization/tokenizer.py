@@ -173,10 +173,10 @@ class Tokenizer(Calls):
         files = with_settings(self._files, changes, self._folder)
         settings = read_settings(
             files, lambda token: self._inner.token_to_id(token) is not None, folder=self._folder,
-            model_type=self._settings.model_type, config=self._config, pad_token=self._backend.pad_token,
+            model_type=self.settings.model_type, config=self._config, pad_token=self._backend.pad_token,
             sides=self._backend.sides,
         )  # fmt: skip
-        self.__dict__.update(_files=files, _settings=settings)
+        self.__dict__.update(_files=files, settings=settings)
         self.__dict__.pop("all_special_ids", None)
 
     # Loading and saving
@@ -340,21 +340,14 @@ class Tokenizer(Calls):
 
     def to_transformers(self) -> Any:
         """Return the same tokenizer as a ``PreTrainedTokenizerFast`` of transformers."""
-        config = {**self._config, "model_type": self._settings.model_type}
+        config = {**self._config, "model_type": self.settings.model_type}
         return import_module("flodl_hf.transformers").pretrained_tokenizer(self, config)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (
-            type(self),
-            None if self._backend.by_code else self._inner.to_str(),
-            self._files,
-            self._folder,
-            self._settings.model_type,
-            self._config,
-            self._backend.pad_token,
-            self._backend.sides,
-            self._overridden,
-        )
+        files = {"files": self._files, "folder": self._folder, "model_type": self.settings.model_type}
+        text = None if self._backend.by_code else self._inner.to_str()
+        sections = self._backend.pad_token, self._backend.sides
+        return _restore, (type(self), text, {**files, "config": self._config}, sections, self._overridden)
 
     def __deepcopy__(self, memo: Any) -> Tokenizer:
         other = object.__new__(type(self))
@@ -365,22 +358,13 @@ class Tokenizer(Calls):
         return (
             f"Tokenizer({self._folder!r}, vocab_size={self.vocab_size}, "
             f"model_max_length={self.model_max_length}, "
-            f"padding_side={self.padding_side!r}, special_tokens={dict(self._settings.special)!r})"
+            f"padding_side={self.padding_side!r}, special_tokens={dict(self.settings.special)!r})"
         )
 
 
 def _restore(
-    kind: type[Tokenizer],
-    text: str | None,
-    files: Any,
-    folder: str,
-    model_type: Any,
-    config: Any,
-    pad_token: str | None = None,
-    sides: Mapping[str, str] | None = None,
-    overridden: bool = False,
+    kind: type[Tokenizer], text: str | None, given: dict[str, Any], sections: tuple[Any, Any], overridden: bool
 ) -> Tokenizer:
     if text is None:
-        return kind.from_files(files, folder=folder, model_type=model_type, config=config)
-    backend = with_sections(text, pad_token, sides or {})
-    return kind(backend, files=files, folder=folder, model_type=model_type, config=config, overridden=overridden)
+        return kind.from_files(**given)
+    return kind(with_sections(text, *sections), **given, overridden=overridden)

@@ -48,7 +48,7 @@ class Vocabulary:
         """
         self._backend = backend
         self._inner = backend.inner
-        self._settings = settings
+        self.settings = settings
         self._folder = folder
 
     is_fast = True
@@ -65,24 +65,19 @@ class Vocabulary:
         return self._inner.get_vocab_size(with_added_tokens=True)
 
     @property
-    def settings(self) -> Settings:
-        """The settings, with defaults."""
-        return self._settings
-
-    @property
     def model_max_length(self) -> int | None:
         """Longest input in tokens as ``tokenizer_config.json`` states it, or ``None``."""
-        return self._settings.model_max_length
+        return self.settings.model_max_length
 
     @property
     def padding_side(self) -> str:
         """Side of padding, ``"left"`` or ``"right"``."""
-        return self._settings.padding_side
+        return self.settings.padding_side
 
     @property
     def truncation_side(self) -> str:
         """Which end of a text truncation removes, ``"left"`` or ``"right"``."""
-        return self._settings.truncation_side
+        return self.settings.truncation_side
 
     @property
     def name_or_path(self) -> str:
@@ -92,19 +87,19 @@ class Vocabulary:
     @property
     def init_kwargs(self) -> dict[str, Any]:
         """The contents of ``tokenizer_config.json``."""
-        return dict(self._settings.raw)
+        return dict(self.settings.raw)
 
     @property
     def model_input_names(self) -> list[str]:
         """The entries that a call returns by default."""
-        return list(self._settings.input_names)
+        return list(self.settings.input_names)
 
     pad_token_type_id = 0
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """Role (``"mask_token"``) to token; roles without token are left out."""
-        return {**self.special_tokens, **self._settings.named_special}
+        return {**self.special_tokens, **self.settings.named_special}
 
     @property
     def vocab(self) -> dict[str, int]:
@@ -147,13 +142,13 @@ class Vocabulary:
     @property
     def special_tokens(self) -> dict[str, str]:
         """Role (``"mask_token"``) to token; roles without token are left out."""
-        return dict(self._settings.special)
+        return dict(self.settings.special)
 
     @cached_property
     def all_special_ids(self) -> list[int]:
         """Ids of every special token, first the tokens with a role, as in transformers."""
-        named = [self._settings.special[role] for role in ROLES if role in self._settings.special]
-        tokens = [*named, *self._settings.extra_special, *self._class_tokens()]
+        named = [self.settings.special[role] for role in ROLES if role in self.settings.special]
+        tokens = [*named, *self.settings.extra_special, *self._class_tokens()]
         ids = map(self._inner.token_to_id, tokens)
         return list(dict.fromkeys(i for i in ids if i is not None))
 
@@ -161,7 +156,7 @@ class Vocabulary:
         """Return the special tokens that a class adds to the vocabulary; none for ``tokenizer.json``."""
         if "tokenizer.json" in self._files and not self._backend.by_code:
             return []
-        stated = self._settings.raw.get("added_tokens_decoder") or {}
+        stated = self.settings.raw.get("added_tokens_decoder") or {}
         added = sorted(self._inner.get_added_tokens_decoder().items())
         tokens = [token.content for number, token in added if token.special and str(number) not in stated]
         # T5 numbers its sentinels from the last one.
@@ -173,16 +168,16 @@ class Vocabulary:
         return self._tokens_of(self.all_special_ids)
 
     def _role_id(self, role: str) -> int | None:
-        token = self._settings.special.get(role)
+        token = self.settings.special.get(role)
         return None if token is None else self._inner.token_to_id(token)
 
-    pad_token = property(lambda self: self._settings.special.get("pad_token"), doc="Padding token, or ``None``.")
-    mask_token = property(lambda self: self._settings.special.get("mask_token"), doc="Mask token, or ``None``.")
-    cls_token = property(lambda self: self._settings.special.get("cls_token"), doc="First token, or ``None``.")
-    sep_token = property(lambda self: self._settings.special.get("sep_token"), doc="Separator, or ``None``.")
-    unk_token = property(lambda self: self._settings.special.get("unk_token"), doc="Unknown token, or ``None``.")
-    bos_token = property(lambda self: self._settings.special.get("bos_token"), doc="Begin token, or ``None``.")
-    eos_token = property(lambda self: self._settings.special.get("eos_token"), doc="End token, or ``None``.")
+    pad_token = property(lambda self: self.settings.special.get("pad_token"), doc="Padding token, or ``None``.")
+    mask_token = property(lambda self: self.settings.special.get("mask_token"), doc="Mask token, or ``None``.")
+    cls_token = property(lambda self: self.settings.special.get("cls_token"), doc="First token, or ``None``.")
+    sep_token = property(lambda self: self.settings.special.get("sep_token"), doc="Separator, or ``None``.")
+    unk_token = property(lambda self: self.settings.special.get("unk_token"), doc="Unknown token, or ``None``.")
+    bos_token = property(lambda self: self.settings.special.get("bos_token"), doc="Begin token, or ``None``.")
+    eos_token = property(lambda self: self.settings.special.get("eos_token"), doc="End token, or ``None``.")
     pad_token_id = property(lambda self: self._role_id("pad_token"), doc="Id of the padding token, or ``None``.")
     mask_token_id = property(lambda self: self._role_id("mask_token"), doc="Id of the mask token, or ``None``.")
     cls_token_id = property(lambda self: self._role_id("cls_token"), doc="Id of the first token, or ``None``.")
@@ -277,7 +272,7 @@ class Vocabulary:
 
     def _warn_of_long(self, rows: Sequence[Sized]) -> None:
         """Warn once if a row is longer than the model's limit."""
-        limit = self._settings.model_max_length
+        limit = self.settings.model_max_length
         longest = max(map(len, rows), default=0)
         if limit is not None and longest > limit and not self.__dict__.get("_warned"):
             self.__dict__["_warned"] = True
@@ -335,7 +330,7 @@ class Vocabulary:
         ids = [ids] if isinstance(ids, int) else [int(i) for i in ids]
         with translated_errors("decoding", "pass ids of this tokenizer, none of them negative"):
             text = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
-        clean = self._settings.clean_up if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
+        clean = self.settings.clean_up if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
         if clean and not self._backend.is_bpe:
             for old, new in _CLEAN_UP:
                 text = text.replace(old, new)

@@ -24,16 +24,22 @@ JOINED = (
 )
 
 
-def _parts(definition: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(definition, dict):
-        yield definition
-        for part in definition.get("pretokenizers") or ():
-            yield from _parts(part)
+Part = dict[str, Any]
+_INSIDE = ("normalizers", "pretokenizers", "processors")
+
+
+def parts_of(component: Part | None) -> Iterator[Part]:
+    """Yield a component of a definition and the components in it."""
+    if isinstance(component, dict):
+        yield component
+        for key in _INSIDE:
+            for part in component.get(key) or ():
+                yield from parts_of(part)
 
 
 def joins_words(pre_tokenizer: bytes | str) -> bool:
     """Return whether pre-split words must be joined by spaces, from the serialized pre-tokenizer."""
-    for part in _parts(json.loads(pre_tokenizer)):
+    for part in parts_of(json.loads(pre_tokenizer)):
         if part.get("type") == "ByteLevel" and not part.get("add_prefix_space"):
             return True
         if part.get("type") == "Metaspace" and part.get("prepend_scheme") == "never":
