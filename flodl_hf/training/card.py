@@ -10,7 +10,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,32 +71,28 @@ def papers(job: Job, result: FinetuneResult, predictions: EvalPredictions | None
         "recipe.yaml": recipe_text(result.recipe, result.changes, job.own.names).encode(),
         "training.json": (json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode(),
     }
-    return files | ({"report.html": report(job, result, predictions).encode()} if job.options.report else {})
-
-
-def report(job: Job, result: FinetuneResult, predictions: EvalPredictions | None) -> str:
-    """Return the report as HTML: curves, and predictions for the evaluation data."""
+    if not job.options.report:
+        return files
     from flodl_hf.training.report.page import Run, report_page
 
-    return report_page(
-        Run(
-            title=job_name(job),
-            task=result.task,
-            kind=job.task.kind,
-            labels=getattr(job.task, "names", None) or job.task.labels or (),
-            metrics=result.metrics,
-            best_step=result.best_step,
-            losses=result.losses,
-            history=result.history,
-            lengths=job.rows.lengths,
-            most=job.options.max_length or job.model.max_tokens,
-            notes=job.notes,
-            predictions=None if predictions is None else predictions.predictions,
-            truth=None if predictions is None else predictions.truth,
-            held_out="" if predictions is None else predictions.name,
-            thresholds=None if result.tuned is None else result.tuned.thresholds,
-        )
+    run = Run(
+        title=job_name(job),
+        task=result.task,
+        kind=job.task.kind,
+        labels=getattr(job.task, "names", None) or job.task.labels or (),
+        metrics=result.metrics,
+        best_step=result.best_step,
+        losses=result.losses,
+        history=result.history,
+        lengths=job.rows.lengths,
+        most=job.options.max_length or job.model.max_tokens,
+        notes=job.notes,
+        thresholds=None if result.tuned is None else result.tuned.thresholds,
     )
+    if predictions is not None:
+        seen = {"predictions": predictions.predictions, "truth": predictions.truth, "held_out": predictions.name}
+        run = replace(run, **seen)
+    return files | {"report.html": report_page(run).encode()}
 
 
 def versions() -> dict[str, str]:

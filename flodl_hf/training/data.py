@@ -172,49 +172,6 @@ def _written(cell: Any, own: Sequence[str], wanted: Sequence[str]) -> Any:
     return wanted.index(name) if name in wanted else name
 
 
-def drop_unlabelled(
-    tables: Mapping[str, list[dict[str, Any]]], column: str | None, labels: Sequence[str] | None = None
-) -> None:
-    """Remove rows with the label -1, which marks a missing label, and warn with their number.
-
-    The label -1 is a class if the caller names it among the labels, or if the column has no declared classes and its
-    other labels are not 0, 1 and further integers.
-
-    Args:
-        tables: mapping of names to rows, changed in place.
-        column: of the labels.
-        labels: names of labels as the caller gave them.
-
-    Raises:
-        DataError: no row of a table has a label.
-    """
-    if column is None or str(UNLABELLED) in (labels or ()):
-        return
-    # One table may have two names, where a model is evaluated and not trained.
-    tables = dict({id(rows): (name, rows) for name, rows in tables.items()}.values())
-    cells = {name: as_numbers([row.get(column) for row in rows]) for name, rows in tables.items()}
-    known = {cell for part in cells.values() for cell in part if not isinstance(cell, (list, tuple, dict))}
-    is_declared = any(column in getattr(rows, "classes", {}) for rows in tables.values())
-    if UNLABELLED not in known or not (is_declared or _are_numbered(known)):
-        return
-    counts = []
-    for name, rows in tables.items():
-        kept = [row for row, cell in zip(rows, cells[name], strict=True) if cell != UNLABELLED]
-        if not kept:
-            raise DataError(
-                f"{name}: column {column!r} has the label -1 in each row, which means no label; expected some labels",
-                column=column,
-            )
-        if len(kept) < len(rows):
-            counts.append(f"{len(rows) - len(kept):,} of {len(rows):,} rows of {name}")
-            rows[:] = kept
-    warnings.warn(
-        f"column {column!r}: {' and '.join(counts)} have the label -1, which means no label, and are skipped; "
-        "labels=['-1', '0', ...] makes it a class",
-        stacklevel=2,
-    )
-
-
 def _are_numbered(known: set[Any]) -> bool:
     """Return whether labels are -1, 0, 1 and perhaps further integers."""
     whole = all(isinstance(cell, (int, float)) and cell == int(cell) for cell in known)
@@ -299,21 +256,50 @@ class Tables:
         return [*self.train, *self.evals[""]] if self.is_shared else self.train
 
     def drop_unlabelled(self, column: str | None, labels: Sequence[str] | None = None) -> None:
-        """Remove rows with the label -1, which marks a missing label.
+        """Remove rows with the label -1, which marks a missing label, and warn with their number.
+
+        The label -1 is a class if the caller names it among the labels, or if the column has no declared classes and
+        its other labels are not 0, 1 and further integers.
+
+        Args:
+            column: of the labels.
+            labels: names of labels as the caller gave them.
 
         Raises:
             DataError: no row of a table has a label.
         """
+        if column is None or str(UNLABELLED) in (labels or ()):
+            return
         evals = {f"eval {name}".strip(): rows for name, rows in self.evals.items()}
-        parts = self.parts or {"train": self.train}
-        drop_unlabelled({**parts, **evals}, column, labels)
+        # One table may have two names, where a model is evaluated and not trained.
+        named = {**(self.parts or {"train": self.train}), **evals}
+        tables = dict({id(rows): (name, rows) for name, rows in named.items()}.values())
+        cells = {name: as_numbers([row.get(column) for row in rows]) for name, rows in tables.items()}
+        known = {cell for part in cells.values() for cell in part if not isinstance(cell, (list, tuple, dict))}
+        is_declared = any(column in rows.classes for rows in tables.values())
+        if UNLABELLED not in known or not (is_declared or _are_numbered(known)):
+            return
+        counts = []
+        for name, rows in tables.items():
+            kept = [row for row, cell in zip(rows, cells[name], strict=True) if cell != UNLABELLED]
+            if not kept:
+                raise DataError(
+                    f"{name}: column {column!r} has the label -1 in each row, which means no label; expected some "
+                    "labels",
+                    column=column,
+                )
+            if len(kept) < len(rows):
+                counts.append(f"{len(rows) - len(kept):,} of {len(rows):,} rows of {name}")
+                rows[:] = kept
+        warnings.warn(
+            f"column {column!r}: {' and '.join(counts)} have the label -1, which means no label, and are skipped; "
+            "labels=['-1', '0', ...] makes it a class",
+            stacklevel=2,
+        )
         if self.parts:
-            self.train[:] = [row for part in parts.values() for row in part]
-        for name, rows in {
-            **{f"train {name}": part for name, part in self.parts.items()},
-            "train": self.train,
-            **evals,
-        }.items():
+            self.train[:] = [row for part in self.parts.values() for row in part]
+        parts = {f"train {name}": part for name, part in self.parts.items()}
+        for name, rows in {**parts, "train": self.train, **evals}.items():
             if name in self.facts:
                 self.facts[name]["rows"] = len(rows)
 

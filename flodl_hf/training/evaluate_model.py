@@ -176,21 +176,16 @@ def _options(given: Mapping[str, Any], recipe: Mapping[str, Any]) -> Options:
     task = values.get("task")
     if task is not None and trained.get("task") is not None:
         trained = trained if task_named(task, "task").training == task_named(trained["task"]).training else {}
-    if _needs_training(recipe):
+    loss = recipe.get("vector_loss")
+    # Several tables, a layer or a second model: only training has them.
+    only_trained = denoises(loss) or needs_layer(loss, recipe.get("loss_options")) or recipe.get("guide") is not None
+    if loss is not None and (only_trained or not isinstance(loss, str)):
         trained = {name: value for name, value in trained.items() if name not in ("vector_loss", "loss_options")}
     if "batch_size" in values:
         values["eval_batch_size"] = values.pop("batch_size")
     if "loss" in values:
         values["vector_loss"] = values.pop("loss")
     return make_options({**trained, **values}, "evaluate")
-
-
-def _needs_training(recipe: Mapping[str, Any]) -> bool:
-    """Return whether the loss of embeddings needs what only training has: several tables, a layer, a second model."""
-    loss = recipe.get("vector_loss")
-    if loss is None or not isinstance(loss, str):
-        return loss is not None
-    return denoises(loss) or needs_layer(loss, recipe.get("loss_options")) or recipe.get("guide") is not None
 
 
 # ---- the model -------------------------------------------------------------------------------------------

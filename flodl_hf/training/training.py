@@ -220,6 +220,8 @@ def make_builder(
         optimizer = sgd(options.lr, momentum=options.beta1, weight_decay=options.weight_decay)
     saving: dict[str, Any] = {}
     if folder is not None:
+        is_kept = options.checkpoints is not None or folder.name.endswith(CHECKPOINTS)  # for a resume
+        always = options.keep_checkpoints or options.checkpoints is not None
         saving = {
             "folder": str(folder),
             # every evaluation needs a checkpoint to restore the best weights
@@ -229,8 +231,8 @@ def make_builder(
             "resume": bool(options.resume),
             "allow_change": () if isinstance(options.resume, bool) else tuple(options.resume),
             "save_epochs": "idle",
-            "save_end": _saved_at_end(job, folder),
-            "identity": fingerprint_of(job) if _is_kept(job, folder) else {},
+            "save_end": True if always else UNSAVED_S if is_kept else False,
+            "identity": fingerprint_of(job) if is_kept else {},
         }
     return (
         Trainer.builder(factory, optimizer, job.objective)
@@ -270,18 +272,6 @@ def make_builder(
         .eval_fn(job.evaluation)
         .subscribe(on_event)
     )
-
-
-def _saved_at_end(job: Job, folder: Path) -> bool | float:
-    """Return whether the trainer saves the end of a run, or after how many seconds of work."""
-    if job.options.keep_checkpoints or job.options.checkpoints is not None:
-        return True
-    return UNSAVED_S if _is_kept(job, folder) else False
-
-
-def _is_kept(job: Job, folder: Path) -> bool:
-    """Return whether a run can be resumed from ``folder``."""
-    return job.options.checkpoints is not None or folder.name.endswith(CHECKPOINTS)
 
 
 class Best:
