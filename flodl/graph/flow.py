@@ -281,7 +281,7 @@ def _names(draft: Draft) -> list[Fault]:
 
 @cache
 def _reserved() -> frozenset[str]:
-    entry = Plan((Node(0, "input", "entry"),), (0,), (Input("input", 0),), 0)
+    entry = Plan((Node(0, "input", "entry", role="entry"),), (0,), (Input("input", 0),), 0)
     return frozenset(dir(Graph)) | frozenset(vars(Graph.from_plan(entry, {})))
 
 
