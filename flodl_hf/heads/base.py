@@ -139,21 +139,18 @@ class BaseModel(EncoderModel):
         recipe = self.sentence_recipe
         if task is not None and recipe is not None and recipe.routes and route in (None, task):
             task, route = None, task
+        how: dict[str, Any] = {
+            "pooling": pooling, "normalize": normalize, "truncate_dim": truncate_dim, "prompt_name": prompt_name,
+            "windows": windows, "strict": strict, "untrained": untrained, **run,
+        }  # fmt: skip
         if task is not None:
             from flodl_hf.models.adapters.task_adapters import adapted, instruction_of
 
-            said = instruction_of(self, task) if prompt is None and prompt_name is None else prompt
+            before = instruction_of(self, task) if prompt is None and prompt_name is None else prompt
             found: Any = adapted(self, task)
-            return found.embed(
-                texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=said,
-                prompt_name=prompt_name, route=route, windows=windows, strict=strict, untrained=untrained, **run,
-            )  # fmt: skip
+            return found.embed(texts, prompt=before, route=route, **how)
         if (own := self.on_route(route)) is not self:
-            return own.embed(
-                texts, pooling=pooling, normalize=normalize, truncate_dim=truncate_dim, prompt=prompt,
-                prompt_name=prompt_name, route=route_within(own.sentence_recipe, route), windows=windows, strict=strict,
-                untrained=untrained, **run,
-            )  # fmt: skip
+            return own.embed(texts, prompt=prompt, route=route_within(own.sentence_recipe, route), **how)
         texts = as_text_list(texts, "embed")
         recipe = recipe_on(recipe, route)
         names = check_pooling(pooling or (recipe.pooling if recipe else "mean"))

@@ -111,7 +111,7 @@ class MaskedLM(ScoringModel):
 
         # Scores over a whole vocabulary need much memory, so windows are small.
         return session.answer(
-            texts, self._masked, None, finish, start=start, kind=Fills if compat is None else None, blank=is_empty,
+            texts, self._masked, None, finish, start_rows=start, kind=Fills if compat is None else None, blank=is_empty,
             single=isinstance(texts, str), rows=4 if best else 16, what="fill_mask",
         )  # fmt: skip
 

@@ -139,34 +139,23 @@ class Session:
         work: Work | None,
         decode: Callable[[list[Any], Any, Any], Any],
         *,
-        start: Callable[[Any], Any] | None = None,
-        join: Callable[[list[Any]], Any] | None = None,
-        kind: type[Found[Any]] | None = None,
-        given: Callable[[Any], Any] | None = None,
-        blank: Callable[[Any], bool] | None = None,
         single: bool = False,
         rows: int = 1,
-        what: str = "predict",
-        limit: int | None = None,
+        **how: Any,
     ) -> Any:
         """Return the results of items.
 
         Args:
             items: the items, or one item with ``single``; an iterator returns an iterator.
             encode: items to token rows; called in other threads, for several windows at a time.
-            work: what to compute of rows that need one forward pass; None with ``start``.
+            work: what to compute of rows that need one forward pass; None with ``start_rows``.
             decode: items, encoded rows and pending scores to one result per item; called in order.
-            start: starts the forward pass of encoded rows and returns a pending result.
-            join: combines the results of all windows of a sequence; None for a list.
-            kind: type of the results, which contains the text; None for results without text.
-            given: the text that a result contains, for an item.
-            blank: whether an item gets an empty result without a forward pass; needs ``kind``.
             single: whether ``items`` is one item.
             rows: approximate number of rows per item.
-            what: name of the method, in the progress bar and warnings.
-            limit: default truncation length in tokens, used in a warning.
+            **how: further fields of `_Loop`: ``start_rows``, ``join``, ``kind``, ``given``, ``blank``, ``what`` and
+                ``limit``.
         """
-        loop = _Loop(self, encode, work, decode, start, join, kind, given, blank if kind else None, what, limit)
+        loop = _Loop(self, encode, work, decode, **how)
         if single:
             result = loop.result(_Window(0, [items], [items]))[0]
             loop.warn()
@@ -176,7 +165,7 @@ class Session:
 
             loop.call = call_of(self.model, self.options, items, encode, work)
         found = loop.all(items, rows)
-        return found if kind is None or type(found) is not list else Results(found)
+        return found if loop.kind is None or type(found) is not list else Results(found)
 
 
 @dataclass
@@ -184,6 +173,13 @@ class _Loop:
     """The windows of one call; see `Session.answer`.
 
     Attributes:
+        start_rows: starts the forward pass of encoded rows and returns a pending result.
+        join: combines the results of all windows of a sequence; None for a list.
+        kind: type of the results, which contains the text; None for results without text.
+        given: the text that a result contains, for an item.
+        blank: whether an item gets an empty result without a forward pass; needs ``kind``.
+        what: name of the method, in the progress bar and warnings.
+        limit: default truncation length in tokens, used in a warning.
         began: time of the start; None for one item, which shows no progress.
         call: sends windows to worker processes.
         ahead: whether windows are tokenized while the device computes.
@@ -193,13 +189,13 @@ class _Loop:
     encode_items: Callable[[list[Any]], Any]
     work: Any
     decode_scores: Callable[[list[Any], Any, Any], Any]
-    start_rows: Callable[[Any], Any] | None
-    join: Callable[[list[Any]], Any] | None
-    kind: type[Found[Any]] | None
-    given: Callable[[Any], Any] | None
-    blank: Callable[[Any], bool] | None
-    what: str
-    limit: int | None
+    start_rows: Callable[[Any], Any] | None = None
+    join: Callable[[list[Any]], Any] | None = None
+    kind: type[Found[Any]] | None = None
+    given: Callable[[Any], Any] | None = None
+    blank: Callable[[Any], bool] | None = None
+    what: str = "predict"
+    limit: int | None = None
     call: Call | None = None
     ahead: bool = False
     progress: Progress | None = None
@@ -290,7 +286,7 @@ class _Loop:
         before = FIRST_PLACE.set(window.place)
         try:
             with torch_defaults():
-                if self.blank is not None:
+                if self.blank is not None and self.kind is not None:
                     blank = list(map(self.blank, window.items))
                     if any(blank):
                         window.blank = blank
