@@ -23,7 +23,7 @@ def decoded(items: list[int], encoded: Any, pending: Any) -> list[int]:
 
 
 def steps(encode: Callable[[list[int]], Any] = lambda items: items, decode: Any = decoded) -> dict[str, Any]:
-    return {"encode": encode, "work": None, "decode": decode, "start": lambda encoded: encoded}
+    return {"encode": encode, "work": None, "decode": decode, "start_rows": lambda encoded: encoded}
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
