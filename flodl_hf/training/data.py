@@ -203,12 +203,12 @@ def list_multilabel_columns(tables: Tables, options: Options) -> tuple[Tables, O
     return made, options if options.labels else replace(options, labels=names)
 
 
-def _list_labels(rows: Table, label: str, names: Sequence[str], where: str, is_regression: bool) -> Table:
+def _list_labels(rows: Table, label: str, names: Sequence[str], table: str, is_regression: bool) -> Table:
     found = list(dict.fromkeys(name for row in rows[:1] for name in row))
     absent = [name for name in names if name not in found]
     if absent:
         raise DataError(
-            f"{where}: no column {', '.join(map(repr, absent))}{nearest(absent[0], found)}; it has {found}",
+            f"{table}: no column {', '.join(map(repr, absent))}{nearest(absent[0], found)}; it has {found}",
             names=absent,
         )
     numbers = {name: as_numbers([row.get(name) for row in rows]) for name in names}
@@ -224,7 +224,7 @@ def _list_labels(rows: Table, label: str, names: Sequence[str], where: str, is_r
         named = [name for name, flag in zip(names, read, strict=True) if flag]
         made.append({**row, label: cells if is_regression else named})
     expected = "a number in each" if is_regression else "1 where a text has the label, else 0"
-    refuse_rows(where, "columns of labels with other values", wrong, expected)
+    refuse_rows(table, "columns of labels with other values", wrong, expected)
     return Table(made, rows.classes)
 
 

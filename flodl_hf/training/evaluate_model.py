@@ -129,19 +129,19 @@ def _part(figures: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _result(
     task: Task,
     evaluation: Evaluation,
-    found: EvalPredictions,
+    seen: EvalPredictions,
     figures: dict[str, float],
     seconds: float,
     notes: list[str],
 ) -> EvaluationResult:
     examples = len(set(evaluation.prepared.rows.owners.tolist()))
     table = LabelTable([], [], {})
-    if found.predictions is not None and len(found.predictions):
+    if seen.predictions is not None and len(seen.predictions):
         names = getattr(task, "names", None) or task.labels or ()
-        table = label_table(task.kind, found.predictions, found.truth, tuple(names)) or table
+        table = label_table(task.kind, seen.predictions, seen.truth, tuple(names)) or table
     return EvaluationResult(
         name_of(task), figures, examples, seconds, table.labels or None, table.confusion or None, table.rows or None,
-        found.predictions, found.truth, notes=notes,
+        seen.predictions, seen.truth, notes=notes,
     )  # fmt: skip
 
 
@@ -155,14 +155,14 @@ FROM_RECIPE = (
 """Options of a fine-tune that change its evaluation."""
 
 
-def _options(given: Mapping[str, Any], recipe: Mapping[str, Any]) -> Options:
+def _options(options: Mapping[str, Any], recipe: Mapping[str, Any]) -> Options:
     """Return the options of an evaluation: the given ones, else the options of the fine-tune that trained the model.
 
     Raises:
         ConfigError: names that do not concern evaluation, or values that are not possible; ``problems`` lists them.
     """
     known = EvaluateOptions.__annotations__
-    values, problems = translated(given, known)
+    values, problems = translated(options, known)
     renamed = {"per_device_eval_batch_size": "batch_size", "eval_batch_size": "batch_size"}
     values = {renamed.get(name, name): value for name, value in values.items()}
     problems += [f"{name}: evaluate has no such option{nearest(name, known)}" for name in values if name not in known]

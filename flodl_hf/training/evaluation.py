@@ -380,10 +380,10 @@ class Evaluations:
         """Return the figures of all sets, to which every rank contributes."""
         return self._named({name: one.on_ranks(model, ranks, speeds) for name, one in self.sets.items()})
 
-    def _named(self, found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    def _named(self, results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         return {
             f"{name}/{figure}".removeprefix("/"): value
-            for name, figures in found.items()
+            for name, figures in results.items()
             for figure, value in figures.items()
         }
 

@@ -323,16 +323,16 @@ def retrieval_figures(
 
 
 def figures_of_found(
-    found: Sequence[Sequence[int]], relevant: Sequence[Collection[int]], at: Mapping[str, Sequence[int]]
+    results: Sequence[Sequence[int]], relevant: Sequence[Collection[int]], at: Mapping[str, Sequence[int]]
 ) -> dict[str, float]:
     """Return metrics such as ``ndcg@10`` of search results.
 
     Args:
-        found: for each query places in the corpus, the best first.
+        results: for each query places in the corpus, the best first.
         relevant: for each query the indices of relevant texts, at least one.
         at: for each figure the numbers of first texts that it looks at.
     """
-    hits = np.array([[place in mine for place in row] for mine, row in zip(relevant, found, strict=True)])
+    hits = np.array([[place in mine for place in row] for mine, row in zip(relevant, results, strict=True)])
     hits = hits.reshape(len(relevant), -1)
     counts = np.array([len(mine) for mine in relevant])
     figures = {}

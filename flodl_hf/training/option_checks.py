@@ -157,10 +157,10 @@ def _curve_faults(options: Any, values: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def schedule_values(schedule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def schedule_values(schedule: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the options of a schedule as numbers and texts, and their problems."""
     known, values, problems = SCHEDULES[schedule], {}, []
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in known:
             takes = f"expected {', '.join(known)}" if known else "it takes none"
             problems.append(f"schedule_options: {schedule} has no {name!r}{nearest(name, known)}; {takes}")
@@ -171,7 +171,7 @@ def schedule_values(schedule: str, given: Mapping[str, Any]) -> tuple[dict[str, 
             values[name] = value if known[name] is str else _number(value, known[name] is float)
         except ValueError as fault:
             problems.append(f"schedule_options: {name}: {fault}")
-    if schedule == "cosine" and {"floor", "end"} <= given.keys():
+    if schedule == "cosine" and {"floor", "end"} <= options.keys():
         problems.append("schedule_options: found floor and end; expected one, a share of lr or a rate")
     return values, problems
 

@@ -80,7 +80,7 @@ class PairTask(Task):
             cut += row.truncated
         return Prepared(builder.build(), None if training else labels, cut)
 
-    def _pairs(self, examples: Examples, where: str) -> tuple[list[tuple[str, str]], list[int]]:
+    def _pairs(self, examples: Examples, table: str) -> tuple[list[tuple[str, str]], list[int]]:
         """Return pairs, with 0 for related texts and 1 for others.
 
         Raises:
@@ -88,12 +88,12 @@ class PairTask(Task):
         """
         columns: Any = self.columns
         for column in (columns.text, columns.text_pair):
-            check_texts(examples, column, where)
+            check_texts(examples, column, table)
         pairs = [(row[columns.text], row[columns.text_pair]) for row in examples]
         if columns.label is not None:
-            return pairs, _read_labels([row.get(columns.label) for row in examples], columns.label, where)
+            return pairs, _read_labels([row.get(columns.label) for row in examples], columns.label, table)
         if len(pairs) < 2 and not self.ordered:
-            raise DataError(f"{where}: found one pair without a label; expected more rows to combine it with", rows=1)
+            raise DataError(f"{table}: found one pair without a label; expected more rows to combine it with", rows=1)
         found, labels = [], []
         for i, (first, second) in enumerate(pairs):
             draw = Rng(self.seed, "pair", i)
@@ -125,7 +125,7 @@ class PairTask(Task):
         return CollateShares.of_step(usual, rows, batches, accumulate, by_rows=True)
 
 
-def _read_labels(values: Sequence[Any], column: str, where: str) -> list[int]:
+def _read_labels(values: Sequence[Any], column: str, table: str) -> list[int]:
     """Return labels as numbers.
 
     Raises:
@@ -139,7 +139,7 @@ def _read_labels(values: Sequence[Any], column: str, where: str) -> list[int]:
         if isinstance(value, (bool, list, dict)) or value not in known
     ]
     refuse_rows(
-        where, f"labels in column {column!r} that cannot be", wrong,
+        table, f"labels in column {column!r} that cannot be", wrong,
         "0 or 'follows' where the texts belong together, 1 or 'other' where they do not",
     )  # fmt: skip
     return [known[value] for value in values]

@@ -68,7 +68,7 @@ def has_lists(rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str]
 def read_lists(
     rows: Sequence[Mapping[str, Any]],
     role_columns: Mapping[str, str] | None = None,
-    where: str = "train",
+    source: str = "train",
     *,
     grouped: bool = True,
 ) -> tuple[list[Candidates], Columns]:
@@ -77,15 +77,15 @@ def read_lists(
     Args:
         rows: the table.
         role_columns: columns by role.
-        where: name of the table in messages.
+        source: name of the table in messages.
         grouped: rows of one candidate form one list for each question; else each row is a list.
 
     Raises:
         DataError: columns are ambiguous, or a row has different numbers of labels and documents.
     """
     if has_lists(rows, role_columns):
-        return _of_columns(rows, role_columns, where)
-    table = read_table(rows, role_columns, where).as_scores
+        return _of_columns(rows, role_columns, source)
+    table = read_table(rows, role_columns, source).as_scores
     if table.form == "triplets":
         found = [Candidates(row[0], row[1:], (1.0, *[0.0] * (len(row) - 2))) for row in table.texts]
         return found, table.columns
@@ -113,7 +113,7 @@ def read_lists(
 
 
 def _of_columns(
-    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None, where: str
+    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None, source: str
 ) -> tuple[list[Candidates], Columns]:
     question, documents, label = _role_columns(rows[0], role_columns)
     found, wrong = [], []
@@ -136,7 +136,7 @@ def _of_columns(
             wrong.append(f"row {i}: labels that are no numbers")
         found.append(Candidates(row[question], tuple(texts), grades))
     refuse_rows(
-        where, "rank: rows that are no lists", wrong,
+        source, "rank: rows that are no lists", wrong,
         f"in each a question, a list of documents ({documents!r}) and as many numbers ({label!r})",
     )  # fmt: skip
     return found, Columns(task="embedding", text=question, text_pair=documents, label=label)
@@ -320,17 +320,17 @@ class RankTask(Task):
 
 
 def _read(
-    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None, where: str, kind: Kind | None
+    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None, source: str, kind: Kind | None
 ) -> tuple[list[Candidates], Columns]:
     """Return questions with candidates and their grades, and the columns.
 
     Args:
         rows: the table.
         role_columns: columns by role.
-        where: name of the table in messages.
+        source: name of the table in messages.
         kind: kind of the loss of a pair; None for a loss of lists.
     """
-    lists, columns = read_lists(rows, role_columns, where, grouped=kind is None)
+    lists, columns = read_lists(rows, role_columns, source, grouped=kind is None)
     grades = [grade for one in lists for grade in one.grades]
     if kind == "multi_label" and (min(grades) < 0 or max(grades) > 1):
         raise DataError(

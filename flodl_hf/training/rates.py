@@ -71,13 +71,13 @@ def make_schedule(
     return WarmedUp(kind, base, rise, rise if kind == "constant" else total)
 
 
-def _three_stages(base: float, rise: int, total: int, given: dict[str, Any]) -> WarmupStableDecay:
-    decay = warmup_steps(given.pop("decay", 0.1), total)
-    stable = given.pop("stable", None)
+def _three_stages(base: float, rise: int, total: int, options: dict[str, Any]) -> WarmupStableDecay:
+    decay = warmup_steps(options.pop("decay", 0.1), total)
+    stable = options.pop("stable", None)
     if stable is None and rise + decay > total:
         raise ConfigError(
             f"schedule: {rise} steps of warmup and {decay} of decay are more than the {total} steps of the run; "
             "expected fewer. Lower warmup, or decay in schedule_options",
             problems=["schedule_options"],
         )
-    return WarmupStableDecay(base, rise, total - rise - decay if stable is None else stable, decay, **given)
+    return WarmupStableDecay(base, rise, total - rise - decay if stable is None else stable, decay, **options)

@@ -135,7 +135,7 @@ class ReplacedTask(Task):
         return _Scorer(prepared.truth)
 
 
-def _read_tags(examples: Examples, words: str, tags: str | None, where: str) -> list[list[int]]:
+def _read_tags(examples: Examples, words: str, tags: str | None, table: str) -> list[list[int]]:
     """Return 1 for each replaced word and 0 for others, by example.
 
     Raises:
@@ -154,7 +154,7 @@ def _read_tags(examples: Examples, words: str, tags: str | None, where: str) -> 
         else:
             found.append([KNOWN[tag] for tag in given])
     refuse_rows(
-        where, "tags that cannot be", wrong,
+        table, "tags that cannot be", wrong,
         f"for each word 1 or 'replaced', else 0 or 'original', in column {tags!r}",
     )  # fmt: skip
     return found

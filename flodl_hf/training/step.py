@@ -88,7 +88,7 @@ def noisy(model: Any, alpha: float, batch: Any) -> Iterator[None]:
         yield
         return
 
-    def add(module: nn.Module, given: Any, states: Tensor) -> Tensor:
+    def add(module: nn.Module, inputs: Any, states: Tensor) -> Tensor:
         noise = uniform_noise(*_tokens(batch, states.shape[:-1]), states.shape[-1])
         return states + (noise * alpha).to(states.dtype)
 

@@ -20,45 +20,45 @@ Found = dict[str, Any]
 
 
 def _renamed(name: str) -> Callable[[Any, Mapping[str, Any]], Found]:
-    return lambda value, given: {} if value is None else {name: value}
+    return lambda value, options: {} if value is None else {name: value}
 
 
-def _flag(found: Found) -> Callable[[Any, Mapping[str, Any]], Found]:
-    return lambda value, given: found if value else {}
+def _flag(result: Found) -> Callable[[Any, Mapping[str, Any]], Found]:
+    return lambda value, options: result if value else {}
 
 
-def _trackers(value: Any, given: Mapping[str, Any]) -> Found:
+def _trackers(value: Any, options: Mapping[str, Any]) -> Found:
     return {"trackers": () if value in ("none", None) else value}
 
 
-def _epochs(value: Any, given: Mapping[str, Any]) -> Found:
+def _epochs(value: Any, options: Mapping[str, Any]) -> Found:
     if isinstance(value, (int, float)) and value != int(value):
         raise Refusal("epochs are whole here; give epochs=, and max_steps= to stop within one")
     return {"epochs": value}
 
 
-def _batch_size(value: Any, given: Mapping[str, Any]) -> Found:
+def _batch_size(value: Any, options: Mapping[str, Any]) -> Found:
     # ours are the rows of a step over all devices
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1 and given.get("devices") is not None:
+    if world == 1 and options.get("devices") is not None:
         from flodl.devices import training_devices
 
-        places = training_devices(given["devices"])
+        places = training_devices(options["devices"])
         world = places if isinstance(places, int) else 1 if isinstance(places, str) or places is None else len(places)
     return {"batch_size": value * world if isinstance(value, int) else value}
 
 
-def _warmup_ratio(value: Any, given: Mapping[str, Any]) -> Found:
+def _warmup_ratio(value: Any, options: Mapping[str, Any]) -> Found:
     if isinstance(value, (int, float)) and value >= 1:
         raise Refusal("from 1 up warmup= is a number of steps; a share is below 1")
     return {"warmup": value} if value else {}
 
 
-def _schedule(value: Any, given: Mapping[str, Any]) -> Found:
+def _schedule(value: Any, options: Mapping[str, Any]) -> Found:
     name = str(getattr(value, "value", value))
     if name in ("reduce_lr_on_plateau", "greedy"):
         raise Refusal("schedule='plateau' counts epochs, with its own patience and factor; set it explicitly")
-    if name == "constant" and (given.get("warmup_ratio") or given.get("warmup_steps") or given.get("warmup")):
+    if name == "constant" and (options.get("warmup_ratio") or options.get("warmup_steps") or options.get("warmup")):
         raise Refusal("transformers ignores its warmup; use constant_with_warmup, or remove the warmup")
     return {"schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(name, name)}
 
@@ -76,7 +76,7 @@ _CURVE = {
 }
 
 
-def _curve(value: Any, given: Mapping[str, Any]) -> Found:
+def _curve(value: Any, options: Mapping[str, Any]) -> Found:
     if not value:
         return {}
     if not isinstance(value, Mapping):
@@ -84,22 +84,22 @@ def _curve(value: Any, given: Mapping[str, Any]) -> Found:
     return {"schedule_options": {_CURVE.get(name, name): part for name, part in value.items()}}
 
 
-def _optimizer(value: Any, given: Mapping[str, Any]) -> Found:
+def _optimizer(value: Any, options: Mapping[str, Any]) -> Found:
     name = str(getattr(value, "value", value))
     if name in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
         return {"optimizer": "adamw"}
     if name == "sgd":
-        return {"optimizer": "sgd", **({} if "beta1" in given or "adam_beta1" in given else {"beta1": 0.0})}
+        return {"optimizer": "sgd", **({} if "beta1" in options or "adam_beta1" in options else {"beta1": 0.0})}
     raise Refusal("optimizer= is adamw or sgd here")
 
 
 def _strategy(ours: str, steps: str) -> Callable[[Any, Mapping[str, Any]], Found]:
-    def taken(value: Any, given: Mapping[str, Any]) -> Found:
+    def taken(value: Any, options: Mapping[str, Any]) -> Found:
         name = str(getattr(value, "value", value))
         if name == "epoch":
             return {}
         if name == "steps":
-            return {} if given.get(steps) or given.get(ours) else {ours: 500}
+            return {} if options.get(steps) or options.get(ours) else {ours: 500}
         if name == "no" and ours == "eval_every":
             raise Refusal("evaluation runs after each epoch; remove eval= to skip it")
         if name == "no":
@@ -109,10 +109,10 @@ def _strategy(ours: str, steps: str) -> Callable[[Any, Mapping[str, Any]], Found
     return taken
 
 
-def _metric(value: Any, given: Mapping[str, Any]) -> Found:
+def _metric(value: Any, options: Mapping[str, Any]) -> Found:
     if value is None:
         return {}
-    greater = given.get("greater_is_better")
+    greater = options.get("greater_is_better")
     name = str(value)
     name = name if name in ("loss", "eval_loss") else name.removeprefix("eval_")
     if greater and name in ("loss", "eval_loss"):
@@ -120,38 +120,38 @@ def _metric(value: Any, given: Mapping[str, Any]) -> Found:
     return {"metric": f"-{name}" if greater is False else name}
 
 
-def _greater(value: Any, given: Mapping[str, Any]) -> Found:
-    if value is not None and not (given.get("metric_for_best_model")):
+def _greater(value: Any, options: Mapping[str, Any]) -> Found:
+    if value is not None and not (options.get("metric_for_best_model")):
         raise Refusal("use metric= with '-' before the name if lower is better")
     return {}
 
 
-def _data_seed(value: Any, given: Mapping[str, Any]) -> Found:
-    if value is not None and value != given.get("seed", 42):
+def _data_seed(value: Any, options: Mapping[str, Any]) -> Found:
+    if value is not None and value != options.get("seed", 42):
         raise Refusal("seed= decides the order of data as well")
     return {}
 
 
-def _resume(value: Any, given: Mapping[str, Any]) -> Found:
+def _resume(value: Any, options: Mapping[str, Any]) -> Found:
     if isinstance(value, (str, os.PathLike)):
         raise Refusal("use resume=True, and checkpoints= for the folder; the newest checkpoint is loaded")
     return {"resume": bool(value)} if value else {}
 
 
-def _device(value: Any, given: Mapping[str, Any]) -> Found:
+def _device(value: Any, options: Mapping[str, Any]) -> Found:
     if value is not None and not isinstance(value, str) and not hasattr(value, "type"):
         raise Refusal("expected the name of one device; devices= is for several")
     return {} if value is None else {"devices": str(value)}
 
 
-def _order(value: Any, given: Mapping[str, Any]) -> Found:
+def _order(value: Any, options: Mapping[str, Any]) -> Found:
     name = str(getattr(value, "value", value))
     if name in ("random", "group_by_length"):
         return {"group_by_length": name == "group_by_length"}
     raise Refusal("rows come in a new order in each epoch; group_by_length=True puts similar lengths together")
 
 
-def _labels(value: Any, given: Mapping[str, Any]) -> Found:
+def _labels(value: Any, options: Mapping[str, Any]) -> Found:
     if not isinstance(value, Mapping) or sorted(int(k) for k in value) != list(range(len(value))):
         raise Refusal("labels= is a list of names in the order of their numbers")
     return {"labels": [value[k] for k in sorted(value, key=int)]}
@@ -166,7 +166,7 @@ class TrainerWords(TypedDict, total=False):
     auto_find_batch_size: Annotated[bool, _flag({"micro_batch_size": "auto"})]
     bf16: Annotated[bool, _flag({"precision": "bf16"})]
     data_seed: Annotated[int | None, _data_seed]
-    disable_tqdm: Annotated[bool, lambda value, given: {}]
+    disable_tqdm: Annotated[bool, lambda value, options: {}]
     doc_stride: Annotated[int, _renamed("stride")]
     early_stopping_patience: Annotated[int, _renamed("early_stopping")]
     eval_steps: Annotated[int | None, _renamed("eval_every")]
@@ -179,7 +179,7 @@ class TrainerWords(TypedDict, total=False):
     id2label: Annotated[Mapping[int, str], _labels]
     label_smoothing_factor: Annotated[float, _renamed("label_smoothing")]
     learning_rate: Annotated[float, _renamed("lr")]
-    line_by_line: Annotated[bool, lambda value, given: {"concatenate": not value}]
+    line_by_line: Annotated[bool, lambda value, options: {"concatenate": not value}]
     load_best_model_at_end: Annotated[bool, _renamed("keep_best")]
     logging_dir: Annotated[str | None, _renamed("log_dir")]
     lr_scheduler_kwargs: Annotated[Mapping[str, Any] | None, _curve]
@@ -203,7 +203,7 @@ class TrainerWords(TypedDict, total=False):
     train_sampling_strategy: Annotated[Any, _order]
     use_cpu: Annotated[bool, _flag({"devices": "cpu"})]
     warmup_ratio: Annotated[float, _warmup_ratio]
-    warmup_steps: Annotated[float, lambda value, given: {"warmup": value} if value else {}]
+    warmup_steps: Annotated[float, lambda value, options: {"warmup": value} if value else {}]
     device: Annotated[Any, _device]
 
 
@@ -273,7 +273,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
 """Removed options: the former default, which recipes of earlier runs contain, and the replacement."""
 
 
-def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def translated(options: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return options with our names, and the problems of transformers' names.
 
     Args:
@@ -282,7 +282,7 @@ def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     problems: list[str] = []
-    for name, value in given.items():
+    for name, value in options.items():
         if name == "batch_size" and value == "auto":
             problems.append(
                 "batch_size: found 'auto', expected a number; micro_batch_size='auto' uses as many rows as fit"
@@ -291,7 +291,7 @@ def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict
         if name in REMOVED:
             default, replacement = REMOVED[name]
             # Earlier versions wrote fused: false into the recipes of denoising runs.
-            recorded = name == "fused" and str(given.get("vector_loss")).startswith("Denoising")
+            recorded = name == "fused" and str(options.get("vector_loss")).startswith("Denoising")
             if not recorded and value not in (None, default, list(default) if isinstance(default, tuple) else default):
                 problems.append(f"{name}: this option was removed; {replacement}")
             continue
@@ -301,7 +301,7 @@ def translated(given: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict
             continue
         elif name in TAKEN:
             try:
-                found = TAKEN[name](value, given)
+                found = TAKEN[name](value, options)
             except Refusal as fault:
                 problems.append(f"{name}: found {getattr(value, 'value', value)!r}; {fault}")
                 continue

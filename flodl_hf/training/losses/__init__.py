@@ -99,10 +99,10 @@ def make_loss(word: str, settings: Mapping[str, Any] | None = None, table: Mappi
     raise ConfigError(f"loss_options of {name}: {'; '.join(problems)}", problems=problems)
 
 
-def read_settings(given: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def read_settings(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return settings in the types of their defaults, and the problems."""
     values, problems = {}, []
-    for name, value in given.items():
+    for name, value in settings.items():
         try:
             if name not in usual:
                 raise ValueError(f"it has none{nearest(name, usual)}; expected {', '.join(usual) or 'no setting'}")

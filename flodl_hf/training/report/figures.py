@@ -71,17 +71,17 @@ def label_table(kind: str, predictions: Any, truth: Any, names: Sequence[str]) -
     return LabelTable(list(names), [table.tolist() for table in tables], rows)
 
 
-def _row(right: int, said: int, there: int) -> dict[str, float]:
+def _row(right: int, predicted: int, there: int) -> dict[str, float]:
     return {
-        "precision": right / said if said else 0.0,
+        "precision": right / predicted if predicted else 0.0,
         "recall": right / there if there else 0.0,
-        "f1": 2 * right / (said + there) if said + there else 0.0,
+        "f1": 2 * right / (predicted + there) if predicted + there else 0.0,
         "support": int(there),
     }
 
 
-def _of_classes(said: Numbers, there: Numbers, names: Sequence[str]) -> LabelTable:
-    counted = confusion(said, there, len(names))
+def _of_classes(predicted: Numbers, there: Numbers, names: Sequence[str]) -> LabelTable:
+    counted = confusion(predicted, there, len(names))
     columns = zip(names, counted.diagonal(), counted.sum(0), counted.sum(1), strict=True)
     rows = {name: _row(right, found, true) for name, right, found, true in columns}
     return LabelTable(list(names), counted.tolist(), rows)
@@ -314,6 +314,6 @@ def _sigmoid(logits: Any) -> Any:
         return 1 / (1 + np.exp(-logits))
 
 
-def _f1(said: Any, there: Any) -> float:
-    total = int(said.sum()) + int(there.sum())
-    return 2 * int((said & there).sum()) / total if total else 0.0
+def _f1(predicted: Any, there: Any) -> float:
+    total = int(predicted.sum()) + int(there.sum())
+    return 2 * int((predicted & there).sum()) / total if total else 0.0

@@ -257,11 +257,11 @@ def _tokens(run: Run) -> list[str]:
     ]
 
 
-def _most_frequent(found: LabelTable) -> tuple[list[list[int]], list[str], Any]:
+def _most_frequent(table: LabelTable) -> tuple[list[list[int]], list[str], Any]:
     """Return the confusion matrix of the most frequent labels, their names, and their numbers."""
-    counted = np.asarray(found.confusion)
+    counted = np.asarray(table.confusion)
     kept = np.sort(np.argsort(-counted.sum(1), kind="stable")[:MOST_CLASSES])
-    return counted[np.ix_(kept, kept)].tolist(), [found.labels[i] for i in kept], kept
+    return counted[np.ix_(kept, kept)].tolist(), [table.labels[i] for i in kept], kept
 
 
 def _reliability(confidence: Any, hits: Any) -> str:

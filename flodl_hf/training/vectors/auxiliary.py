@@ -158,9 +158,9 @@ class AuxiliaryTask(EmbeddingTask):
     trained: ClassVar[type[VectorObjective]] = AuxiliaryObjective
 
     @classmethod
-    def read(cls, examples: Examples, options: Options, where: str) -> TextTable:
+    def read(cls, examples: Examples, options: Options, source: str) -> TextTable:
         """Return a table; integers are classes where the loss is of classes."""
-        table = super().read(examples, options, where)
+        table = super().read(examples, options, source)
         whole = table.labels is not None and table.labels.dtype.kind == "i" and table.labels.min() >= 0
         if classifies(options.vector_loss) and table.form in ("scored", "binary") and whole:
             return replace(table, form=OF_CLASSES)

@@ -156,9 +156,9 @@ def _new_projection(
     ]
 
 
-def _projection_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _projection_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return all settings as numbers, words and booleans, and their problems."""
-    found, problems = read_settings(given, SETTINGS)
+    found, problems = read_settings(settings, SETTINGS)
     for name, value in found.items():
         usual, least = SETTINGS[name], 1 if name == "size" else LEAST_LENGTH
         if usual is None and not isinstance(value, str):

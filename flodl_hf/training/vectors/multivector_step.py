@@ -69,10 +69,10 @@ def _present(vectors: Tensor) -> Tensor:
     return (vectors != 0).any(-1)
 
 
-def _summed(products: Tensor, absent: Tensor, asked: Tensor, similarity: str) -> Tensor:
+def _summed(products: Tensor, absent: Tensor, present: Tensor, similarity: str) -> Tensor:
     best = products.masked_fill(absent, torch.finfo(products.dtype).min).max(-1).values.float()
-    found = (best * asked).sum(-1)
-    return found / asked.sum(-1) if similarity == "meanmaxsim" else found
+    found = (best * present).sum(-1)
+    return found / present.sum(-1) if similarity == "meanmaxsim" else found
 
 
 @dataclass(frozen=True)

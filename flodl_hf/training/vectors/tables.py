@@ -92,28 +92,28 @@ def are_pairs(names: Sequence[str]) -> bool:
 
 
 def read_table(
-    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None, where: str = "train"
+    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None, source: str = "train"
 ) -> TextTable:
     """Return the texts and labels of a table.
 
     Args:
         rows: the table.
         role_columns: columns by role: anchor, positive, negative (several as ``a+b``), label.
-        where: name of the table in messages.
+        source: name of the table in messages.
 
     Raises:
         ConfigError: a role that there is none of.
         DataError: columns are ambiguous, or contain invalid values.
     """
-    columns, label = table_columns(rows, role_columns, where)
+    columns, label = table_columns(rows, role_columns, source)
     cells = [] if label is None else [row.get(label) for row in rows]
     names, declared = getattr(rows, "classes", {}).get(label, ()), True
     if label is None:
         found = None
     elif names:
-        found = _numbers_of(cells, names, label, where)
+        found = _numbers_of(cells, names, label, source)
     else:
-        found = _labels(cells, label, where)
+        found = _labels(cells, label, source)
         values = as_numbers(cells)
         if found.dtype.kind == "i" and all(isinstance(value, str) for value in values):
             names, declared = sorted(set(values)), False
@@ -130,14 +130,14 @@ def read_table(
         sources.append(shared.setdefault(origin, origin))
         if not texts[-1] or not all(isinstance(part, str) for part in texts[-1]):
             wrong.append(f"row {i}: {[type(part).__name__ for part in parts]}")
-    refuse_rows(where, f"columns {columns} have values that are no texts", wrong, "a text in each, or a list of texts")
+    refuse_rows(source, f"columns {columns} have values that are no texts", wrong, "a text in each, or a list of texts")
     width = max(map(len, texts))
-    form = _form(width, found, names, where)
+    form = _form(width, found, names, source)
     roles = Columns(task="embedding", text=columns[0], text_pair=columns[1] if columns[1:] else None, label=label)
     return TextTable(texts, found, form, roles, tuple(names), bool(names) and declared, sources)
 
 
-def expect_equal_widths(table: TextTable, where: str) -> TextTable:
+def expect_equal_widths(table: TextTable, source: str) -> TextTable:
     """Return a table if all examples have the same number of texts.
 
     Raises:
@@ -147,7 +147,7 @@ def expect_equal_widths(table: TextTable, where: str) -> TextTable:
     if fewer:
         counts = [f"row {i}: {len(table.texts[i]) - 2} negatives" for i in fewer]
         raise DataError(
-            f"{where}: {len(fewer)} of {len(table.texts)} rows have fewer negatives than the others:\n"
+            f"{source}: {len(fewer)} of {len(table.texts)} rows have fewer negatives than the others:\n"
             f"{capped(counts, 5)}\nexpected {table.width - 2} in each. Give each row as many, or train on a table for "
             "each number of negatives: train={'one': ..., 'two': ...}",
             rows=fewer,
@@ -156,10 +156,10 @@ def expect_equal_widths(table: TextTable, where: str) -> TextTable:
 
 
 def table_columns(
-    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None, where: str = "train"
+    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None, source: str = "train"
 ) -> tuple[list[str], str | None]:
     """Return the columns of texts in order, and the column of labels; arguments and errors as in `read_table`."""
-    names, asked = column_names(rows[:1]), asked_columns(rows[0], role_columns, ROLES, where)
+    names, asked = column_names(rows[:1]), asked_columns(rows[0], role_columns, ROLES, source)
     label = asked["label"][0] if "label" in asked else known_column(names, LABELS)
     if "anchor" in asked:
         return [*asked["anchor"], *asked.get("positive", []), *asked.get("negative", [])], label
@@ -171,7 +171,7 @@ def table_columns(
     strange = [name for name in texts if not _is_text(rows, name)]
     if strange or not texts:
         raise DataError(
-            f"{where}: which of the columns {names} are texts that belong together is not clear. Expected anchor and "
+            f"{source}: which of the columns {names} are texts that belong together is not clear. Expected anchor and "
             "positive (and negative, label), or only texts and a label; or set "
             "columns={'anchor': ..., 'positive': ...}",
             names=names,
@@ -194,7 +194,7 @@ def asked_columns(
     row: Mapping[str, Any],
     role_columns: Mapping[str, str] | None,
     roles: Sequence[str],
-    where: str = "train",
+    source: str = "train",
     *,
     single: Sequence[str] = ("label",),
 ) -> dict[str, list[str]]:
@@ -204,7 +204,7 @@ def asked_columns(
         row: the first row.
         role_columns: columns by role.
         roles: all roles.
-        where: the table, for messages.
+        source: the table, for messages.
         single: roles of one column.
 
     Raises:
@@ -222,7 +222,7 @@ def asked_columns(
         raise ConfigError(f"columns: found {', '.join(joined)}; expected one column in each", problems=joined)
     absent = [name for part in asked.values() for name in part if name not in row]
     if absent:
-        raise DataError(f"{where}: no column {', '.join(map(repr, absent))}; it has {list(row)}", names=absent)
+        raise DataError(f"{source}: no column {', '.join(map(repr, absent))}; it has {list(row)}", names=absent)
     return asked
 
 
@@ -239,7 +239,7 @@ def _is_text(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
     return isinstance(cells[0], str) and (known or any(isinstance(cell, str) for cell in as_numbers(cells)))
 
 
-def _labels(cells: Sequence[Any], column: str, where: str) -> NDArray[Any]:
+def _labels(cells: Sequence[Any], column: str, source: str) -> NDArray[Any]:
     """Return labels as numbers: lists of them as rows, names as the numbers of classes.
 
     Whole numbers are integers, also where a source has them as 1.0.
@@ -247,7 +247,7 @@ def _labels(cells: Sequence[Any], column: str, where: str) -> NDArray[Any]:
     missing = [i for i, cell in enumerate(cells) if is_missing(cell)]
     if missing:
         raise DataError(
-            f"{where}: column {column!r} has no label in {len(missing)} of {len(cells)} rows, first row {missing[0]}; "
+            f"{source}: column {column!r} has no label in {len(missing)} of {len(cells)} rows, first row {missing[0]}; "
             "expected one in each",
             column=column,
             rows=missing,
@@ -259,17 +259,17 @@ def _labels(cells: Sequence[Any], column: str, where: str) -> NDArray[Any]:
         found = np.asarray([[*map(float, v)] if isinstance(v, (list, tuple, np.ndarray)) else float(v) for v in values])
     except (TypeError, ValueError):
         raise DataError(
-            f"{where}: column {column!r} has labels that are no numbers, or lists of different lengths; expected a "
+            f"{source}: column {column!r} has labels that are no numbers, or lists of different lengths; expected a "
             "number, as many numbers, or a name in each row",
             column=column,
         ) from None
     if not np.isfinite(found).all():
-        raise DataError(f"{where}: column {column!r} has labels that are not finite; expected numbers", column=column)
+        raise DataError(f"{source}: column {column!r} has labels that are not finite; expected numbers", column=column)
     whole = found.ndim == 1 and bool((found == np.floor(found)).all() and np.abs(found).max() < 2**53)
     return found.astype(np.int64 if whole else np.float32)
 
 
-def _numbers_of(cells: Sequence[Any], names: Sequence[str], column: str, where: str) -> NDArray[np.int64]:
+def _numbers_of(cells: Sequence[Any], names: Sequence[str], column: str, source: str) -> NDArray[np.int64]:
     """Return the numbers of declared classes, which cells contain as numbers or as names.
 
     Raises:
@@ -278,17 +278,17 @@ def _numbers_of(cells: Sequence[Any], names: Sequence[str], column: str, where: 
     numbers = {**{k: k for k in range(len(names))}, **{name: k for k, name in enumerate(names)}}
     wrong = [f"row {i}: {cell!r}" for i, cell in enumerate(cells) if isinstance(cell, list) or cell not in numbers]
     what, expected = f"column {column!r} has labels that are none of its classes", ", ".join(names[:20])
-    refuse_rows(where, what, wrong, f"one of {expected}, or its number", column=column)
+    refuse_rows(source, what, wrong, f"one of {expected}, or its number", column=column)
     return np.asarray([numbers[cell] for cell in cells], np.int64)
 
 
-def _form(texts: int, labels: NDArray[Any] | None, names: Sequence[str], where: str) -> Form:
+def _form(texts: int, labels: NDArray[Any] | None, names: Sequence[str], source: str) -> Form:
     if names and texts < 3:
         return "classes" if texts == 1 else "pair_classes"
     if names:
         raise DataError(
-            f"{where}: {texts} texts with a class ({', '.join(names[:5])}) are no examples that a loss takes; expected "
-            "a text and its class, two texts and their class, or a teacher's scores",
+            f"{source}: {texts} texts with a class ({', '.join(names[:5])}) are no examples that a loss takes; "
+            "expected a text and its class, two texts and their class, or a teacher's scores",
         )
     if labels is None:
         return "texts" if texts == 1 else "pairs" if texts == 2 else "triplets"
@@ -302,6 +302,6 @@ def _form(texts: int, labels: NDArray[Any] | None, names: Sequence[str], where: 
     if texts > 2:
         return "teacher_scores"
     raise DataError(
-        f"{where}: {texts} texts with labels of shape {labels.shape[1:] or 'one number'} are no examples that a loss "
+        f"{source}: {texts} texts with labels of shape {labels.shape[1:] or 'one number'} are no examples that a loss "
         "takes; expected a text and its class, two texts and a number, or a question with candidates and scores"
     )

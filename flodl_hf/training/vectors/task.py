@@ -79,9 +79,9 @@ class EmbeddingTask(Task):
     # --- data ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def read(cls, examples: Examples, options: Options, where: str) -> TextTable:
+    def read(cls, examples: Examples, options: Options, source: str) -> TextTable:
         """Return a table of such examples."""
-        return read_table(examples, options.columns, where)
+        return read_table(examples, options.columns, source)
 
     def held_out(self, examples: Examples) -> TextTable:
         """Return evaluation examples.
