@@ -112,7 +112,7 @@ class Evaluator:
                 found |= figures
         return found, details
 
-    def _check_names(self, found: Mapping[str, float]) -> None:
+    def _check_names(self, figures: Mapping[str, float]) -> None:
         """Check once that the figures named by settings exist.
 
         Raises:
@@ -121,12 +121,12 @@ class Evaluator:
         unchecked, self._unchecked = self._unchecked, {}
         for setting, metric in unchecked.items():
             name = metric and metric.lstrip("-")
-            if name is not None and name not in found:
+            if name is not None and name not in figures:
                 raise TrainError(
-                    f"{setting}: found no figure {name!r}{nearest(name, found)} after the evaluation; expected one of "
-                    f"{', '.join(found)}, with '-' before it if smaller values are better.",
+                    f"{setting}: found no figure {name!r}{nearest(name, figures)} after the evaluation; expected one "
+                    f"of {', '.join(figures)}, with '-' before it if smaller values are better.",
                     setting=setting,
-                    found=list(found),
+                    found=list(figures),
                 )
 
     def _means(self, eval_step: Callable[..., Any], data: Feed, speeds: Sequence[float]) -> dict[str, float]:
@@ -140,9 +140,9 @@ class Evaluator:
         for turn, batches in data.work(0, turns, None):
             for batch in batches:
                 with self.trainer.precision.context():
-                    given = eval_step(model, batch)
+                    result = eval_step(model, batch)
                 if owners[turn] == ranks.rank:
-                    _add(sums, given, batch)
+                    _add(sums, result, batch)
         parts = ranks.gather({name: [float(total), float(count)] for name, (total, count) in sums.items()})
         return dict(sorted(means(parts).items()))
 
@@ -175,12 +175,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _add(sums: dict[str, list[Any]], given: Any, batch: Any) -> None:
+def _add(sums: dict[str, list[Any]], result: Any, batch: Any) -> None:
     """Add the result of an evaluation step."""
-    if not isinstance(given, Mapping):
-        loss = as_loss(given, batch_len(batch))
-        given = {"eval_loss": loss.totals().unbind(), **loss.metrics}
-    for name, figures in given.items():
+    if not isinstance(result, Mapping):
+        loss = as_loss(result, batch_len(batch))
+        result = {"eval_loss": loss.totals().unbind(), **loss.metrics}
+    for name, figures in result.items():
         if not isinstance(figures, Sequence | torch.Tensor) or len(figures) != 2:
             raise TrainError(
                 f"evaluate: the figure {name!r} is {type(figures).__name__}; expected a sum and a count, such as "
@@ -192,16 +192,16 @@ def _add(sums: dict[str, list[Any]], given: Any, batch: Any) -> None:
             kept[i] = kept[i] + (figure.double() if isinstance(figure, torch.Tensor) else float(figure))
 
 
-def split_figures(found: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+def split_figures(results: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the numbers of an evaluation, and the rest as JSON values.
 
     Args:
-        found: results. Numbers in nested mappings have names such as ``report/macro avg/f1-score``; lists,
+        results: by name. Numbers in nested mappings have names such as ``report/macro avg/f1-score``; lists,
             arrays and texts are the rest.
     """
     figures: dict[str, float] = {}
     details: dict[str, Any] = {}
-    for name, value in found.items():
+    for name, value in results.items():
         if isinstance(value, Mapping):
             numbers, rest = split_figures({f"{name}/{key}": part for key, part in value.items()})
             figures, details = figures | numbers, details | rest

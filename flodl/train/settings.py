@@ -285,14 +285,14 @@ _KNOBS = {f.name for f in fields(Knobs)}
 _FIELDS = {f.name for f in fields(Settings)}
 
 
-def make_settings(given: Mapping[str, Any], base: Settings | None = None) -> Settings:
-    """Return ``base`` with the given values; options of the policy and names of other libraries are accepted.
+def make_settings(values: Mapping[str, Any], base: Settings | None = None) -> Settings:
+    """Return ``base`` with these values; options of the policy and names of other libraries are accepted.
 
     Raises:
         TrainError: unknown names (``names`` lists them), or invalid values (``problems``).
     """
     base = base or Settings()
-    found = {ALIASES.get(name, name): value for name, value in given.items()}
+    found = {ALIASES.get(name, name): value for name, value in values.items()}
     unknown = [name for name in found if name not in _FIELDS | _KNOBS]
     if unknown:
         shown = "; ".join(

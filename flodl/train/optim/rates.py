@@ -20,23 +20,23 @@ EXPECTED = (
 )
 
 
-def make_schedule(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+def make_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Return the schedule of a run: a function of the step, an object with ``lr(step)``, or an ``LRScheduler``.
 
     Args:
-        given: one of these, or a function of the optimiser that returns one.
+        schedule: one of these, or a function of the optimiser that returns one.
         optimizer: the optimiser of the run.
 
     Raises:
         TrainError: it is none of these, has another learning rate than the optimiser, or belongs to another optimiser.
     """
-    if given is None:
+    if schedule is None:
         return None
-    made, fault = given, None
-    if not isinstance(given, LRScheduler) and not hasattr(given, "lr"):
-        rate, fault = _call(given, 0)
+    made, fault = schedule, None
+    if not isinstance(schedule, LRScheduler) and not hasattr(schedule, "lr"):
+        rate, fault = _call(schedule, 0)
         if not number().fits(rate):
-            made, error = _call(given, optimizer)
+            made, error = _call(schedule, optimizer)
             fault = fault or error
     if isinstance(made, LRScheduler):
         if made.optimizer is not optimizer:
@@ -47,7 +47,7 @@ def make_schedule(given: Any, optimizer: torch.optim.Optimizer) -> Any:
     if error is not None or not number(least=0, below=float("inf")).fits(rate):
         fault = fault or error
         found = f"{type(fault).__name__}: {fault}" if fault is not None else f"the value {rate!r}"
-        raise TrainError(f"schedule: found {found} in step 0 of {given!r}; expected {EXPECTED}.")
+        raise TrainError(f"schedule: found {found} in step 0 of {schedule!r}; expected {EXPECTED}.")
     reference, rate = getattr(made, "reference", None), float(optimizer.defaults.get("lr", 1.0))
     if reference is not None and reference not in (rate, 1.0):
         raise TrainError(

@@ -147,16 +147,16 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, di
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "plain": plain}
 
 
-def _json(value: Any, where: str) -> Any:
+def _json(value: Any, label: str) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return {"tensor": value.item()}
     if isinstance(value, tuple):
-        return {"tuple": [_json(part, where) for part in value]}
+        return {"tuple": [_json(part, label) for part in value]}
     if isinstance(value, (list, dict)) and not value:
         return value
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TrainError(f"checkpoint: {where} is a {type(value).__name__}, which cannot be written as JSON.", where=where)
+    raise TrainError(f"checkpoint: {label} is a {type(value).__name__}, which cannot be written as JSON.", where=label)
 
 
 def _unjson(value: Any) -> Any:

@@ -20,13 +20,13 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["number"])
-def count_steps(steps, number, found, counted, block: tl.constexpr):
+def count_steps(steps, number, skip, counted, block: tl.constexpr):
     """Count a step of each parameter unless it is left out, and write the counts with it side by side.
 
     Args:
         steps: addresses of the counts, float32, int64 ``(parameters,)``.
         number: how many.
-        found: float32, 1 where the step is left out.
+        skip: float32, 1 where the step is left out.
         counted: float32 ``(parameters,)``.
     """
     places = tl.program_id(0) * block + tl.arange(0, block)
@@ -34,7 +34,7 @@ def count_steps(steps, number, found, counted, block: tl.constexpr):
     count = tl.load(steps + places, mask=there, other=0).to(tl.pointer_type(tl.float32))
     now = tl.load(count, mask=there, other=0.0) + 1.0
     tl.store(counted + places, now, mask=there)
-    if tl.load(found) != 1.0:
+    if tl.load(skip) != 1.0:
         tl.store(count, now, mask=there)
 
 
@@ -71,7 +71,7 @@ def _moved(
 
 @triton.jit(do_not_specialize=["number", "span"])
 def move(
-    base, table, number, sizes, which, starts, powers, settings, rate, found, by, span,
+    base, table, number, sizes, which, starts, powers, settings, rate, skip, by, span,
     DIVIDED: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, APART: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Move each parameter, and the averages of its gradient and of its square, unless the step is left out.
@@ -87,13 +87,13 @@ def move(
         powers: of both betas by each parameter's count, float32 ``(2, parameters)``.
         settings: betas, epsilon and decay, float64.
         rate: float32, one number.
-        found: float32, 1 where the step is left out.
+        skip: float32, 1 where the step is left out.
         by: float32, what gradients are divided by, where ``DIVIDED``.
         span: elements of a stretch, a multiple of ``block``.
         APART: the product of decay and the first element of a thread of torch's is rounded before it is added. Threads
             have four neighbours each where tensors are even, else one of each 512 elements of 2,048.
     """
-    if tl.load(found) != 1.0:
+    if tl.load(skip) != 1.0:
         program = tl.program_id(0)
         tensor = tl.load(which + program)
         size = tl.load(sizes + tensor)

@@ -52,7 +52,7 @@ def square_sums(table, sizes, which, starts, sums, span, kind: tl.constexpr, blo
 
 @triton.jit(do_not_specialize=["number", "further"])
 def decide(
-    sums, number, loss, count, state, found, scale, row, rest, further, max_norm,
+    sums, number, loss, count, state, skip, scale, row, rest, further, max_norm,
     counts: tl.constexpr, sticky: tl.constexpr, clips: tl.constexpr, summed: tl.constexpr, room: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def decide(
         loss: one number.
         count: items counted, one number, where ``counts``.
         state: float32, 1 after a fault; of earlier steps if ``sticky``.
-        found: float32, set to 1 if this step is left out; ``state`` itself unless ``counts``.
+        skip: float32, set to 1 if this step is left out; ``state`` itself unless ``counts``.
         scale: float32, set to the divisor of gradients if ``clips`` or ``summed``.
         row: float64, set to loss, norm, the count if ``counts``, and the ``rest``.
         rest: float64, further figures of the step, unless ``room`` is 0.
@@ -97,7 +97,7 @@ def decide(
         # The mean of nothing is NaN but no fault; the step is left out nevertheless.
         empty = tl.where(items == 0.0, 1.0, 0.0)
         held = tl.maximum(held, fault * (1.0 - empty))
-        tl.store(found, tl.maximum(held, empty))
+        tl.store(skip, tl.maximum(held, empty))
     else:
         held = tl.maximum(held, fault)
     if room:

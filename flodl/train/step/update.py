@@ -149,16 +149,16 @@ class AdamUpdate:
         self.device, self.tables = device, BlockTables(device, rows=6, most=MOST_PROGRAMS)
         self._settings: dict[tuple[float, ...], _Settings] = {}
 
-    def __call__(self, optimizer: torch.optim.Optimizer, found: torch.Tensor, by: torch.Tensor | None) -> bool:
+    def __call__(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor, by: torch.Tensor | None) -> bool:
         """Do what ``optimizer.step()`` does and return True, or do nothing if torch has to do it.
 
         Args:
-            found: float32, 1 if the step is left out.
+            skip: float32, 1 if the step is left out.
             by: float32, divides the gradients, which are not written back; None for 1.
         """
         launches = self.plan(optimizer, by is not None)
         for group, tensors, made in launches or ():
-            self._launch(group, tensors, made, found, by)
+            self._launch(group, tensors, made, skip, by)
         return launches is not None
 
     def plan(self, optimizer: torch.optim.Optimizer, divided: bool) -> list[tuple[dict[str, Any], Tensors, Any]] | None:
@@ -191,7 +191,7 @@ class AdamUpdate:
         return layout, settings
 
     def _launch(
-        self, group: dict[str, Any], tensors: Tensors, made: Any, found: torch.Tensor, by: torch.Tensor | None
+        self, group: dict[str, Any], tensors: Tensors, made: Any, skip: torch.Tensor, by: torch.Tensor | None
     ) -> None:
         from flodl.train.step import adam_kernels
 
@@ -202,11 +202,11 @@ class AdamUpdate:
         number, decays = len(tensors[0]), group["weight_decay"] != 0
         counted = torch.empty(number, dtype=torch.float32, device=self.device)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            kernels.count_steps[(-(-number // STEPS),)](table[5], number, found, counted, STEPS, num_warps=4)
+            kernels.count_steps[(-(-number // STEPS),)](table[5], number, skip, counted, STEPS, num_warps=4)
             powers = torch.pow(settings.betas, counted)
             kernels.move[(layout.which.numel(),)](
                 tensors[0][_base(rows[4])], table, number, layout.sizes, layout.which, layout.starts, powers,
-                settings.numbers, group["lr"], found, found if by is None else by, layout.span, by is not None, decays,
+                settings.numbers, group["lr"], skip, skip if by is None else by, layout.span, by is not None, decays,
                 group["decoupled_weight_decay"], decays and not group["decoupled_weight_decay"] and by is None, BLOCK,
                 num_warps=4,
             )  # fmt: skip
