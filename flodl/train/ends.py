@@ -95,11 +95,8 @@ def end_epoch(trainer: Any) -> None:
         trainer.events.emit(observed)
     trainer.observing.apply_rules(trainer)
     trainer.ranks.phase("callback")
-    _finish_epoch(trainer, stops=trainer.ranks.rank == 0 and trainer.metrics_fn(trainer.warn, metrics) is False)
-
-
-def _finish_epoch(trainer: Any, *, stops: bool) -> None:
-    """Decide with all ranks whether to stop and whether to save after an epoch."""
+    # All ranks decide whether to stop and whether to save.
+    stops = trainer.ranks.rank == 0 and trainer.metrics_fn(trainer.warn, metrics) is False
     saves, requests = trainer.saves, trainer.requests
     row = [stops or requests.flags()[2], *((saves.skips_epoch, saves.skips_end) if saves is not None else ())]
     rows = trainer.ranks.table([float(value) for value in row])

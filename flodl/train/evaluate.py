@@ -153,8 +153,8 @@ class Evaluator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the figures and the best so far, as JSON values."""
-        values = {"metric": self.metric, "best": self.best, "waits": self.waits}
-        return {"found": self.found, "at_step": self.at_step, **values}
+        names = ("found", "at_step", "metric", "best", "waits")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; its best value only if the metric of early stopping is the same."""

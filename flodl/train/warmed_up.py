@@ -65,8 +65,7 @@ class CosineFloor(_Recipe, floor=SHARE, cycles=number()):
 
     def after(self, step: int) -> float:
         """Return the rate after the rise as a share of ``base``."""
-        progress = self.progress(step)
-        factor = 0.5 * (1.0 + math.cos(math.pi * float(self.cycles) * 2.0 * progress))
+        factor = 0.5 * (1.0 + math.cos(math.pi * float(self.cycles) * 2.0 * self.progress(step)))
         return max(0.0, factor * (1 - self.floor) + self.floor)
 
 
@@ -213,5 +212,4 @@ class WarmedUp(_Curve, base=RATE, warmup=STEPS, total=STEPS):
             return 1.0
         if self.shape == "linear":
             return max(0.0, float(self.total - step) / float(max(1, self.total - self.warmup)))
-        progress = self.progress(step)
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress)))
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * self.progress(step))))

@@ -58,9 +58,8 @@ class CudaCapturer:
         for other in seen:
             if other not in waits and "debug mode is a prototype" not in str(other.message):
                 warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
-        if not waits:
-            return outcome, None
-        return outcome, f"it synchronises with the device at {waits[0].filename}:{waits[0].lineno}"
+        fault = f"it synchronises with the device at {waits[0].filename}:{waits[0].lineno}" if waits else None
+        return outcome, fault
 
     def capture(self, run: Run) -> Run:
         """Return a function that repeats on the device what ``run`` does; errors mean that it cannot be captured."""
