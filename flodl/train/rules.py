@@ -59,9 +59,8 @@ class Rule:
 
 
 def _text_of(condition: Question) -> str:
-    if isinstance(condition, Condition):
-        return str(condition)
-    return getattr(condition, "__qualname__", type(condition).__qualname__)
+    name = getattr(condition, "__qualname__", type(condition).__qualname__)
+    return str(condition) if isinstance(condition, Condition) else name
 
 
 def stop_when(condition: Question) -> Rule:

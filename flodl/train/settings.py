@@ -356,7 +356,7 @@ def _policy_faults(settings: Settings, world: int) -> Iterator[str]:
 def _shard_faults(settings: Settings, run: Any) -> list[str]:
     functions, eval_fn = (run.functions, run.eval_fn) if run is not None else ((), None)
     refused = {
-        f"policy={settings.policy!r}: ranks hold different parts, so they step together; use 'sync'": (
+        f"policy={settings.policy!r}: ranks have different parts, so they step together; use 'sync'": (
             settings.policy not in (None, "sync")
         ),
         "precision='fp16': its loss scale would differ by rank; use 'bf16'": settings.precision == "fp16",

@@ -77,7 +77,7 @@ def move(
     """Move each parameter, and the averages of its gradient and of its square, unless the step is left out.
 
     Args:
-        base: a float32 tensor, one that begins at sixteen bytes where any is even; others' places are told from here.
+        base: a float32 tensor, one that begins at sixteen bytes if any is even; positions are relative to it.
         table: how many elements after ``base`` parameters, gradients, averages and averages of squares begin, and 1
             where all four begin at sixteen bytes and have a whole number of these, int64 ``(5, parameters)``.
         number: how many parameters.

@@ -258,12 +258,10 @@ class Step(HostStep):
     @property
     def summed(self) -> Summed | None:
         """How gradients are summed over ranks, and why not faster; None if they are not."""
-        if not self.share_gradients:
-            return None
-        if self.sharded:
+        if self.sharded and self.share_gradients:
             cuda = self.ranks.device.type == "cuda"
             return Summed("NCCL", "the weights are sharded") if cuda else Summed("gloo")
-        return self.sums.summed
+        return self.sums.summed if self.share_gradients else None
 
     def count_writes(self) -> None:
         """Increment the versions of parameters that replays wrote to, which torch does not see."""
