@@ -344,9 +344,10 @@ def _rank_main(
         ranks = join_ranks(**place, board=board, store=PrefixStore(f"attempt{place['attempt']}", store))
         ranks.pipe = pipe
         result = fn(ranks, *args)
-        ranks.leave()
         pipe.send(("result", result))
         code = 0
+        with contextlib.suppress(Exception):  # of the transport; the work is done
+            ranks.leave()
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
         if code == 0:

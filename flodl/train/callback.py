@@ -28,7 +28,13 @@ class Callback:
     Each rank calls its own copy at the same steps. An error in a callback ends the run; ``trainer.stop()`` ends it in
     order. If ranks are separate processes, a callback must be picklable. ``trainer`` is the `flodl.train.Trainer`
     of this rank.
+
+    Attributes:
+        keeps_best: whether it loads the best weights into the model at the end, so that no checkpoint is needed for
+            that; checkpoints of the best are then kept for a resume only.
     """
+
+    keeps_best = False
 
     def on_train_begin(self, trainer: Any) -> None:
         """Called when the run starts or resumes, after its checkpoint was loaded."""

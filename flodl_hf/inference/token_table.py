@@ -316,9 +316,12 @@ def cut_table(
     lengths, names = table.lengths[long], [f"text {place}" for place in (table.owners[long] + first_place).tolist()]
     places, sizes = _texts_of(table, long, names)
 
-    def words(at: int, text: int) -> np.ndarray | None:
-        begin = int(table.starts[long[at]] + places[text, at])
-        return table.word_ids[begin : begin + int(sizes[text, at])] if snap and table.word_ids is not None else None
+    def words(chosen: np.ndarray, texts: np.ndarray) -> np.ndarray | None:
+        if not snap or table.word_ids is None:
+            return None
+        counts = sizes[texts, chosen]
+        begins = table.starts[long[chosen]] + places[texts, chosen] - (np.cumsum(counts) - counts)
+        return table.word_ids[np.arange(int(counts.sum())) + np.repeat(begins, counts)]
 
     cuts = plan_cuts(
         lengths, sizes, words, limit, cut=cut, overflow=overflow, stride=stride, side=side, names=names

@@ -25,9 +25,10 @@ Flat = tuple[np.ndarray, np.ndarray]
 Mark = tuple[str, int]
 """A special token that ends each text of a block, and its id."""
 
-# Most and fewest texts in a block.
+# Most texts in a block, and about the fewest characters: each block costs an object, and texts of a block are tokenised
+# one after the other.
 MOST = 64
-LEAST = 4
+LEAST_CHARS = 512
 _PROBES = ("a", "", "a, b", " b a ")
 
 
@@ -70,7 +71,8 @@ def in_blocks(
         run: tokenises blocks, given the number of texts in each.
         cores: number of cores.
     """
-    size = max(LEAST, min(MOST, len(texts) // (8 * cores)))
+    least = LEAST_CHARS * len(texts) // max(1, sum(map(len, texts)))
+    size = max(1, min(MOST, max(least, len(texts) // (8 * cores))))
     return _ids_of(texts, mark, lambda blocks: run(blocks, size), size)
 
 

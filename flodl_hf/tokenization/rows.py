@@ -57,69 +57,80 @@ class Row:
 
 
 def plan_windows(
-    length: int,
-    capacity: int,
+    sizes: np.ndarray,
+    capacity: np.ndarray,
     stride: int,
-    words: np.ndarray | Sequence[int] | None = None,
+    words: np.ndarray | None = None,
     *,
     side: Literal["left", "right"] = "right",
-    where: str = "text",
-) -> list[tuple[int, int]]:
-    """Return half-open token ranges of at most ``capacity`` that cover ``range(length)`` and overlap.
+    names: Sequence[str] = (),
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return windows that cover texts and overlap: number of the text, first token, and one past the last token.
 
-    With ``words`` neighbours overlap by at least ``stride`` tokens, and a range starts and ends between
+    With ``words`` neighbours overlap by at least ``stride`` tokens, and a window starts and ends between
     words if a word border is near; a stride above three quarters of the capacity is lowered to that.
-    Without, ranges are ``capacity`` long and ``capacity - stride`` apart, as the tokenizers library cuts
+    Without, windows are ``capacity`` long and ``capacity - stride`` apart, as the tokenizers library cuts
     them.
 
     Args:
-        length: number of tokens.
-        capacity: most tokens in one window; positive.
+        sizes: tokens of each text, ``(texts,)``.
+        capacity: most tokens in a window of each text; positive, ``(texts,)``.
         stride: tokens that neighbouring windows share.
-        words: word of each token, -1 for none; ``None`` to cut anywhere.
+        words: word of each token, -1 for none, texts end to end; None to cut anywhere.
         side: "left" plans from the end of the text; ignored with ``words``.
-        where: name of the text in errors.
+        names: names of the texts in errors.
 
     Raises:
         TokenizerError: without ``words``, the stride is not below the capacity.
     """
-    if words is None and stride >= capacity:
-        raise TokenizerError(
-            f"{where}: found a stride of {stride} and windows of {capacity} tokens of this text; "
-            "the stride must be smaller: lower it, or raise max_tokens",
-            where=where,
-            found=stride,
-            expected=capacity,
-        )
-    if length <= capacity:
-        return [(0, length)]
     if words is None:
-        starts = range(0, max(1, length - stride), capacity - stride)
-        ranges = [(start, min(start + capacity, length)) for start in starts]
-        return ranges if side == "right" else [(length - stop, length - start) for start, stop in ranges]
-
-    word = np.asarray(words)
-    border = np.ones(length, bool)
-    border[1:] = (word[1:] != word[:-1]) | (word[1:] < 0)
+        return _plan_evenly(sizes, capacity, stride, side, names)
+    begins = np.cumsum(sizes) - sizes
+    border = np.append(True, (words[1:] != words[:-1]) | (words[1:] < 0))[: len(words)]
+    border[begins[sizes > 0]] = True
     # The last border at or before each token.
-    borders = np.maximum.accumulate(np.where(border, np.arange(length), 0))
-    stride = min(stride, capacity * 3 // 4)
+    borders = np.maximum.accumulate(np.where(border, np.arange(len(words)), 0))
+    strides = np.minimum(stride, capacity * 3 // 4)
     # Both searches are shorter than half the advance of a window, so the number of windows is bounded.
-    advance = capacity - stride
-    search = min(max(stride, capacity // 8), advance // 2)
-    windows = []
-    start = covered = 0
-    while start + capacity < length:
-        hard = start + capacity
-        last = int(borders[hard])
-        end = last if last >= max(hard - search, covered + 1) else hard
-        windows.append((start, end))
-        covered = end
-        wanted = end - stride
-        last = int(borders[wanted])
-        start = last if last >= max(start + 1, wanted - advance // 4) else wanted
-    windows.append((start, length))
-    return windows
+    advance = capacity - strides
+    search = np.minimum(np.maximum(strides, capacity // 8), advance // 2)
+    text = np.arange(len(sizes))
+    start, covered = np.zeros_like(sizes), np.zeros_like(sizes)
+    parts = [(text[:0], start[:0], start[:0])]
+    while len(text):
+        hard = start + capacity[text]
+        ends = hard >= sizes[text]
+        parts.append((text[ends], start[ends], sizes[text[ends]]))
+        text, start, covered, hard = text[~ends], start[~ends], covered[~ends], hard[~ends]
+        last = borders[begins[text] + hard] - begins[text]
+        covered = np.where(last >= np.maximum(hard - search[text], covered + 1), last, hard)
+        parts.append((text, start, covered))
+        wanted = covered - strides[text]
+        last = borders[begins[text] + wanted] - begins[text]
+        start = np.where(last >= np.maximum(start + 1, wanted - advance[text] // 4), last, wanted)
+    texts, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(texts, kind="stable")
+    return texts[order], starts[order], stops[order]
+
+
+def _plan_evenly(
+    sizes: np.ndarray, capacity: np.ndarray, stride: int, side: str, names: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the windows that `plan_windows` plans without words."""
+    if (faults := np.flatnonzero(stride >= capacity)).size:
+        at = int(faults[0])
+        raise TokenizerError(
+            f"{names[at]}: found a stride of {stride} and windows of {capacity[at]} tokens of this text; "
+            "the stride must be smaller: lower it, or raise max_tokens",
+            where=names[at],
+            found=stride,
+            expected=int(capacity[at]),
+        )
+    times = np.maximum(1, -(-(sizes - stride) // (capacity - stride)))
+    text = np.repeat(np.arange(len(sizes)), times)
+    start = (np.arange(len(text)) - np.repeat(np.cumsum(times) - times, times)) * (capacity - stride)[text]
+    stop = np.minimum(start + capacity[text], sizes[text])
+    return (text, start, stop) if side == "right" else (text, sizes[text] - stop, sizes[text] - start)
 
 
 def _span(row: Row, sequence: int, where: str) -> tuple[int, int]:
@@ -220,7 +231,7 @@ class Cuts:
 def plan_cuts(
     lengths: np.ndarray,
     sizes: np.ndarray,
-    words: Callable[[int, int], np.ndarray | None],
+    words: Callable[[np.ndarray, np.ndarray], np.ndarray | None],
     limit: int,
     *,
     cut: Cut,
@@ -234,7 +245,7 @@ def plan_cuts(
     Args:
         lengths: tokens of each row, specials included, ``(rows,)``.
         sizes: tokens of both texts of each row, ``(2, rows)``.
-        words: word of each token of a text, -1 for none, by row and text; None to cut anywhere.
+        words: word of each token of some texts end to end, -1 for none, by rows and texts; None to cut anywhere.
         limit: most tokens of a window, specials included.
         cut: which text is cut; the other one is repeated in every window. ``"longer"`` cuts the longer of the two into
             windows; if the shorter one leaves less than a quarter of the tokens, both are truncated as by
@@ -264,18 +275,17 @@ def plan_cuts(
     one = ~both & ~windowed
     kept[text[one], row[one]] = capacity[one]
     first = sizes - kept if side == "left" else np.zeros_like(kept)
-    last, times, ranges = first + kept, np.ones_like(row), []
-    for at in np.flatnonzero(windowed).tolist():
-        size = int(sizes[text[at], at])
-        found = words(at, int(text[at]))
-        ranges.append(plan_windows(size, int(capacity[at]), stride, found, side=side, where=names[at]))
-        times[at] = len(ranges[-1])
+    last, times = first + kept, np.ones_like(row)
+    chosen = np.flatnonzero(windowed)
+    cuts = text[chosen], chosen
+    owner, low, high = plan_windows(
+        sizes[cuts], capacity[chosen], stride, words(chosen, text[chosen]), side=side, names=[names[i] for i in chosen]
+    )
+    times[chosen] = np.bincount(owner, minlength=len(chosen))
     row = np.repeat(row, times)
     first, last, text = first[:, row], last[:, row], text[row]
     planned = np.flatnonzero(windowed[row])
-    if len(planned):
-        cuts = text[planned], planned
-        first[cuts], last[cuts] = np.array([pair for pairs in ranges for pair in pairs], np.int64).T
+    first[text[planned], planned], last[text[planned], planned] = low, high
     window = np.arange(len(row)) - np.repeat(np.cumsum(times) - times, times)
     return Cuts(row, window, text, first, last, ~windowed)
 
@@ -313,11 +323,14 @@ def cut_each(
     names = [f"text {at}" for at in long]
     spans = [[_span(rows[at], text, name) for text in (0, 1)] for at, name in zip(long, names, strict=True)]
 
-    def words(at: int, text: int) -> np.ndarray | None:
-        row, (start, stop) = rows[long[at]], spans[at][text]
-        if not (snap and row.word_ids):
+    def words(chosen: np.ndarray, texts: np.ndarray) -> np.ndarray | None:
+        if not snap or not all(rows[at].word_ids for at in long):
             return None
-        return np.array([-1 if word is None else word for word in row.word_ids[start:stop]])
+        numbers = [
+            rows[long[at]].word_ids[slice(*spans[at][text])]
+            for at, text in zip(chosen.tolist(), texts.tolist(), strict=True)
+        ]
+        return np.array([-1 if word is None else word for words in numbers for word in words], np.int64)
 
     cuts = plan_cuts(
         np.array([len(rows[at]) for at in long]), np.array([[b - a for a, b in pair] for pair in spans]).T, words,

@@ -243,8 +243,8 @@ def plan_job(
     prepared |= {f"eval {name}".strip(): part for name, part in parts.items()}
     layout = "packed" if laid_out.layout == "bucketed" else laid_out.layout
     judging = replace(collate, layout=layout, noise=False, widths=())
-    # Contents of the report about the first set, where one process sees all of it.
-    kept = options.ranks == 1 and task.kind != "words" and (options.report or options.tune_thresholds)
+    # Contents of the report about the first set.
+    kept = task.kind != "words" and (options.report or options.tune_thresholds)
     evaluation = make_evaluation(task, options, own, parts, judging, kept=[*parts][: int(kept)])
     if options.metric and evaluation is not None:
         evaluation.check_metric(options.metric)

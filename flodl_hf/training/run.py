@@ -46,7 +46,16 @@ from flodl_hf.training.report.figures import tune_thresholds
 from flodl_hf.training.result import FinetuneResult, OnFirstRank, Timing, figures_in
 from flodl_hf.training.start import cast_stored
 from flodl_hf.training.task import name_of
-from flodl_hf.training.training import CHECKPOINTS, Best, settings_of_torch, take_best, train_job, trains_here
+from flodl_hf.training.training import (
+    CHECKPOINTS,
+    Best,
+    BestPredictions,
+    best_row,
+    settings_of_torch,
+    take_best,
+    train_job,
+    trains_here,
+)
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
@@ -203,31 +212,33 @@ def _train(
         for tracker in trackers:
             stack.callback(tracker.end)
         metric = job.metric if options.keep_best else None  # of the best weights
+        best = None
         # Under torchrun every rank keeps the best weights, since there may be no folder that all of them can read.
-        if metric is not None and trains_here(options) and (under_torchrun() or _fits_twice(job.model)):
-            seen = None if job.evaluation is None else next(iter(job.evaluation.sets.values())).seen
-            notes.best = Best(metric, job.model, seen)
+        in_memory = trains_here(options) or not options.shard
+        if metric is not None and in_memory and (under_torchrun() or _fits_twice(job.model)):
+            best = Best(metric, None if job.evaluation is None else next(iter(job.evaluation.sets.values())).seen)
         folder = _checkpoint_folder(options, target)
-        if folder is None and metric is not None and notes.best is None and not under_torchrun():
+        if folder is None and metric is not None and best is None and not under_torchrun():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
-        if folder is None and metric is not None and notes.best is None:
+        if folder is None and metric is not None and best is None:
             job.notes.append("without out= or checkpoints= the model of the last step is kept, not the best one")
         watched = None
         if monitor is not None and monitor is not False:
             watched = monitor_of_job(monitor, job, recipe, target, is_first=is_first_rank())
         began = time.perf_counter()
-        trained = train_job(job, notes, stack, folder, progress=progress, trackers=trackers, monitor=watched)
+        trained = train_job(job, notes, stack, folder, best, progress=progress, trackers=trackers, monitor=watched)
         seconds = notes.past.seconds + time.perf_counter() - began
         # Weights that were in shards are put together on the first rank; others have the model that they began with.
         model = job.model if trained is None else trained
         best_step, metrics = notes.steps, figures_in(notes.history[-1]) if notes.history else {}
         # Other ranks do not read the folder: the first may remove it at any moment.
         read = folder if is_first_rank() else None
-        if metric is not None and (read is not None or notes.best is not None):
-            best = take_best(metric, read, model, notes.history, notes.steps, notes.best)
-            best_step, metrics = best or (best_step, metrics)
+        if metric is not None and (read is not None or best is not None):
+            new = [row for row in notes.history if row["step"] > notes.began_at] if best is not None else []
+            at_hand = best_row(metric, new) or {"step": notes.steps}
+            best_step, metrics = take_best(metric, read, model, notes.history, at_hand["step"]) or (best_step, metrics)
         model.eval()
-        predictions = _collected_predictions(job, model, target, metrics, notes.best)
+        predictions = _collected_predictions(job, model, target, metrics, notes.seen)
         generator = job.conclude(model)
     tuned = None
     if options.tune_thresholds and predictions is not None:
@@ -270,7 +281,8 @@ class _Notes:
         self.policy: dict[str, str] = {}
         self.recorded: Any = None
         self.summed: Any = None
-        self.best: Best | None = None
+        self.seen: EvalPredictions | None = None  # of the best evaluation
+        self.began_at = 0  # the step from which the run resumed
         self._began = time.perf_counter()
 
     @property
@@ -283,7 +295,9 @@ class _Notes:
             self.policy = {"name": event.policy, "reason": event.policy_reason}
             self.past, self.losses = event.past, list(event.past.losses)
             self.history = [dict(row) for row in event.past.evaluations]
-            self.steps = event.step
+            self.steps = self.began_at = event.step
+        elif isinstance(event, BestPredictions):
+            self.seen = event.seen
         elif isinstance(event, StepDone):
             self.timing.mark("train" if self.losses else "first step")
             self.losses.append(event.loss)
@@ -297,8 +311,6 @@ class _Notes:
             _LOG.info("step %d: %s", event.step, dict(event.metrics))
             details = {"details": event.details} if event.details else {}
             self.history.append({"step": event.step, "epoch": event.epoch, **event.metrics, **details})
-            if self.best is not None:
-                self.best(event.step, event.metrics)
         elif isinstance(event, RunDone):
             self.steps, self.recorded, self.summed = event.step, event.recorded, event.summed
             if self.recorded is not None and self.unrecorded is not None:
@@ -375,14 +387,14 @@ def check_free(target: Path, overwrite: bool) -> None:
 
 
 def _collected_predictions(
-    job: Job, model: EncoderModel, target: Path | None, metrics: dict[str, float], best: Best | None
+    job: Job, model: EncoderModel, target: Path | None, metrics: dict[str, float], seen: EvalPredictions | None
 ) -> EvalPredictions | None:
     """Return the predictions for evaluation data, on the first rank, if requested."""
     wanted = job.options.tune_thresholds or (job.options.report and target is not None)
     if not wanted or job.evaluation is None or not is_first_rank():
         return None
     cast_stored(model)
-    return collect_predictions(model, job.evaluation, metrics, None if best is None else best.seen)
+    return collect_predictions(model, job.evaluation, metrics, seen)
 
 
 def _trackers(options: Options, target: Path | None) -> list[Tracker]:

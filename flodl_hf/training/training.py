@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import nn
 
 from flodl.errors import CheckpointError, TrainError, TrainInterrupted, nearest
 from flodl.train import Callback, Ema, Profiler, Trainer, adamw, layerwise_decay, parameter_groups, sgd
+from flodl.train.events import Event
 from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.reading import ranked, read_checkpoint, signed
 from flodl.train.saving.state import load_model, model_state
@@ -172,6 +174,7 @@ def train_job(
     on_event: Callable[[Any], Any],
     stack: ExitStack,
     folder: Path | None = None,
+    best: Best | None = None,
     *,
     progress: bool | None = False,
     trackers: Sequence[Callable[[Any], Any]] = (),
@@ -184,11 +187,12 @@ def train_job(
         on_event: called with the events of training.
         stack: undoes temporary changes when it is closed.
         folder: where checkpoints go.
+        best: loads the best weights into the model at the end; None does not.
         progress: as for `finetune`.
         trackers: called with events; their errors are logged and training continues.
         monitor: looks on.
     """
-    builder = make_builder(job, on_event, stack, folder, monitor).progress(progress, total=job.steps)
+    builder = make_builder(job, on_event, stack, folder, best, monitor).progress(progress, total=job.steps)
     for tracker in trackers:
         builder.subscribe(tracker)
     try:
@@ -207,7 +211,12 @@ def train_job(
 
 
 def make_builder(
-    job: Job, on_event: Callable[[Any], Any], stack: ExitStack, folder: Path | None = None, monitor: Any = None
+    job: Job,
+    on_event: Callable[[Any], Any],
+    stack: ExitStack,
+    folder: Path | None = None,
+    best: Best | None = None,
+    monitor: Any = None,
 ) -> TrainerBuilder:
     """Return the run of a planned job, not begun yet; arguments as for `train_job`."""
     options = job.options
@@ -258,6 +267,7 @@ def make_builder(
                 *job.own.hooks,
                 *([Profiler(options.profile)] if options.profile else []),
                 Notes(job.notes, job.metric),
+                *([] if best is None else [best]),
             ),
             ema=None if options.ema is None else Ema(options.ema),
             eval_every=options.eval_every,
@@ -274,40 +284,61 @@ def make_builder(
     )
 
 
-class Best:
-    """The best weights of a run in memory, with predictions for evaluation data; called after each evaluation.
+@dataclass(frozen=True, kw_only=True)
+class BestPredictions(Event):
+    """The predictions of the best evaluation of a run; ``seen`` is None if they are not collected."""
+
+    seen: EvalPredictions | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the event without the predictions, which are too large for a record."""
+        return {"event": type(self).__name__, "at_s": self.at_s, "rank": self.rank}
+
+
+class Best(Callback):
+    """Keeps the weights of the best evaluation in host memory, and loads them into the model when the run ends.
 
     Args:
         metric: name of a figure, ``-`` before it where less is better.
-        model: the trained model.
-        seen: the predictions of the last evaluation, if they are collected.
+        last: the predictions of the last evaluation, if they are collected.
     """
 
-    def __init__(self, metric: str, model: nn.Module, seen: EvalPredictions | None = None) -> None:
-        self.metric, self.model, self._last = metric, model, seen
-        self.value: float | None = None
-        self.step, self.seen = 0, seen
-        self._state: dict[str, Any] = {}
+    keeps_best = True
 
-    def __call__(self, step: int, figures: Mapping[str, float]) -> None:
-        """Consider the model, which was evaluated."""
-        value = signed(self.metric, figures) if step else None  # an evaluation before the first step is not considered
-        if value is not None and (self.value is None or value > self.value):
-            self.value, self.step, self._state = value, step, model_state(self.model)
-            self.seen = None if self._last is None else replace(self._last)
+    def __init__(self, metric: str, last: EvalPredictions | None = None) -> None:
+        self.metric, self.last = metric, last
+        self.row: dict[str, Any] = {}  # of the best evaluation
+        self.seen, self._state = last, {}
 
-    def load(self) -> None:
-        """Load the best weights into the model."""
-        load_model(self.model, self._state)
+    def on_evaluate(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
+        """Keep the weights if they are the best so far."""
+        row = {"step": trainer.policy.steps, **metrics}
+        self.row = best_row(self.metric, [self.row, row]) or {}
+        # Processes that another one started are not needed after the run, except for the first.
+        if self.row is row and (trainer.ranks.rank == 0 or trainer.ranks.pipe is None):
+            with trainer.averaged_weights():
+                self._state = model_state(trainer.model)
+            self.seen = None if self.last is None else replace(self.last)
+
+    def on_train_end(self, trainer: Any) -> None:
+        """Load the best weights, and emit their predictions."""
+        if self._state and self.row["step"] != trainer.policy.steps:
+            load_model(trainer.model, self._state)
+        if trainer.ranks.rank == 0:
+            trainer.events.emit(BestPredictions(seen=self.seen))
+
+
+def best_row(metric: str, rows: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the first row with the best value of a metric; None without one.
+
+    Evaluations before the first step are not considered.
+    """
+    values = [(value, row) for row in rows if row.get("step") and (value := signed(metric, row)) is not None]
+    return max(values, key=lambda pair: pair[0])[1] if values else None
 
 
 def take_best(
-    metric: str,
-    folder: Path | None,
-    model: nn.Module,
-    history: list[dict[str, Any]],
-    last_step: int,
-    kept: Best | None = None,
+    metric: str, folder: Path | None, model: nn.Module, history: list[dict[str, Any]], step: int
 ) -> tuple[int, dict[str, float]] | None:
     """Load the weights of the best evaluation; return its step and metrics, None without an evaluation.
 
@@ -318,40 +349,32 @@ def take_best(
         folder: the folder of checkpoints; None if there is none.
         model: receives the weights.
         history: all evaluations, also those before a resume.
-        last_step: the step of the model.
-        kept: the best weights in memory.
+        step: the step of the weights in the model.
     """
-    taken, fault = None, ""
-    history = [row for row in history if row["step"]]  # an evaluation before the first step is not considered
-    values = [(value, row) for row in history if (value := signed(metric, row)) is not None]
-    best = max((value for value, _ in values), default=None)
-    first = next((row for value, row in values if value == best), None)
-    if first is not None and first["step"] == last_step:  # the model at hand
-        return last_step, figures_in(first)
-    if first is not None and kept is not None and kept.step == first["step"]:
-        kept.load()
-        return kept.step, figures_in(first)
-    for _, step, path in [] if folder is None else ranked(folder, metric):
+    best, fault = best_row(metric, history), ""
+    taken = best_row(metric, [row for row in history if row["step"] == step])
+    least = -math.inf if taken is None else signed(metric, taken) or 0.0
+    for value, saved_at, path in [] if folder is None or (best and taken is best) else ranked(folder, metric):
+        if value < least:
+            break
         try:
             saved = read_checkpoint(path, weights_only=True)
         except CheckpointError as error:
             fault = fault or error.message
             continue
-        if step != last_step:
+        if saved_at != step:
             load_model(model, averaged_state(saved.tensors))
-        taken = step, dict(saved.metrics)
+        taken = {"step": saved_at, **saved.metrics}
         break
-    found = None if taken is None else signed(metric, taken[1])
-    if best is not None and (found is None or found < best):
-        step = first["step"] if first is not None else last_step
+    if best is not None and best_row(metric, [taken or {}, best]) is best and taken is not best:
+        name, kept_at = metric.lstrip("-"), step if taken is None else taken["step"]
         warnings.warn(
-            f"finetune: the best evaluation was that of step {step} ({metric.lstrip('-')} {abs(best):.6g}), whose "
-            f"checkpoint is damaged or was not kept; the model is from step {taken[0] if taken else last_step}. "
-            f"{fault}".strip(),
+            f"finetune: the best evaluation was that of step {best['step']} ({name} {abs(best[name]):.6g}), whose "
+            f"checkpoint is damaged or was not kept; the model is from step {kept_at}. {fault}".strip(),
             RuntimeWarning,
             stacklevel=3,
         )
-    return taken
+    return None if taken is None else (taken["step"], figures_in(taken))
 
 
 class Notes(Callback):

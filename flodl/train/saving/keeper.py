@@ -94,6 +94,8 @@ class Keeper:
         self._settled = -math.inf  # value of the best whose checkpoint is known to exist
         self._best_path: Path | None = None  # on rank 0; None while it is being written, and where it could not be
         self._damaged: dict[Path, str] = {}
+        # Then no step waits for the checkpoint of the best, and the end of the run does not need it.
+        self._best_in_memory = any(callback.keeps_best for callback in self.settings.callbacks)
         if self.ranks.rank == 0:
             try:
                 make_folders(self.folder)
@@ -148,7 +150,7 @@ class Keeper:
     def end(self) -> None:
         """Save the end of the run unless ``save_end`` skips it; all ranks call this."""
         skipped = self.ranks.tell(self.skips_end)
-        if not (self.is_best() and skipped):
+        if not (skipped and (self._best_in_memory or self.is_best())):
             self.settle_best()
         if skipped:
             if self.settings.save_epochs == "idle":  # otherwise the save in progress was requested
@@ -164,7 +166,7 @@ class Keeper:
         if value is None:
             return False
         if self._best is not None and value <= self._best["value"] and self._best["step"] != self.step:
-            if value <= self._settled:
+            if self._best_in_memory or value <= self._settled:
                 return False  # even if the better one fails
             self.settle_best()
         return self._best is None or value > self._best["value"]

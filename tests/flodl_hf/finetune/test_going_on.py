@@ -14,9 +14,11 @@ import torch
 from finetune_tables import labelled, questions, tagged
 
 from flodl.errors import TrainError, TrainInterrupted
-from flodl.train.saving.reading import list_checkpoints
+from flodl.train.optim.ema import averaged_state
+from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl_hf import load
-from flodl_hf.training import finetune
+from flodl_hf.training import evaluate, finetune
+from flodl_hf.training.evaluation import Evaluation
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import Options, make_options
 from flodl_hf.training.result import FinetuneResult
@@ -96,6 +98,39 @@ def test_all_of_a_run_is_told_however_often_it_was_ended(base: Path, tmp_path: P
     assert facts["history"] == whole.history
     a, b = whole.model.graph.state_dict(), rest.model.graph.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("more", [{}, {"ema": 0.9}])
+@pytest.mark.parametrize("devices", [None, ["cpu", "cpu"]])
+def test_the_best_weights_and_predictions_come_from_memory(
+    devices: list[str] | None, more: dict[str, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {**BASIC, "epochs": 3, "lr": 2e-2, "metric": "eval_loss", "devices": devices, **more}
+    held_out = [{**row, "label": SWAPPED_LABELS[row["label"]]} for row in ROWS[:8]]
+    if devices:  # this process evaluates nothing, the ranks do
+        monkeypatch.setattr(Evaluation, "__call__", None)
+    saved = finetune(base, train=ROWS, eval=held_out, out=tmp_path / "saved", keep_checkpoints=True, **options)
+    assert saved.best_step < saved.steps
+    kept = max(
+        list_checkpoints(tmp_path / "saved.checkpoints"), key=lambda path: path.name == step_name(saved.best_step)
+    )
+    state = averaged_state(read_checkpoint(kept, weights_only=True).tensors)
+    assert kept.name == step_name(saved.best_step)
+    whole = saved.model.state_dict()
+    assert all(torch.equal(whole[name], value) for name, value in state.items() if name in whole)
+    assert sum(name in whole for name in state) > 10
+    for row in saved.history:
+        if row["step"] == saved.best_step:
+            assert saved.metrics["eval_loss"] == row["eval_loss"]
+    facts = json.loads((tmp_path / "saved" / "training.json").read_text())
+    assert facts["best_step"] == saved.best_step
+    monkeypatch.undo()
+    again = evaluate(tmp_path / "saved", held_out, batch_size=8)
+    assert again.metrics["eval_loss"] == pytest.approx(saved.metrics["eval_loss"], rel=1e-6)
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 @pytest.mark.parametrize("at", [4, 5, 8])

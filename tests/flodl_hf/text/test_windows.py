@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization.rows import Row, plan_windows
+from flodl_hf.tokenization import rows
+from flodl_hf.tokenization.rows import Row
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
 from .conftest import CORPUS
+
+
+def plan_windows(length: int, capacity: int, stride: int, words: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """Return the windows of one text, planned beside a shorter and a longer one."""
+    sizes, numbers = np.array([3, length, 90]), None if words is None else [0, 0, 1, *words, *range(90)]
+    text, start, stop = rows.plan_windows(
+        sizes, np.array([capacity] * 3), stride, None if numbers is None else np.array(numbers)
+    )
+    return list(zip(start[text == 1].tolist(), stop[text == 1].tolist(), strict=True))
+
 
 WORDS = st.lists(st.integers(1, 7), max_size=60).map(
     lambda lengths: [number for number, length in enumerate(lengths) for _ in range(length)]
