@@ -181,8 +181,8 @@ def test_what_was_seen_of_other_weights_is_judged_again(base: Path) -> None:
     assert again is not seen
 
 
-@pytest.mark.parametrize(("ranks", "report", "seen"), [(1, True, True), (1, False, False), (2, True, False)])
-def test_predictions_are_kept_by_one_process_for_a_report(ranks: int, report: bool, seen: bool, base: Path) -> None:
+@pytest.mark.parametrize(("ranks", "report", "seen"), [(1, True, True), (1, False, False), (2, True, True)])
+def test_predictions_are_kept_for_a_report(ranks: int, report: bool, seen: bool, base: Path) -> None:
     rows = TABLES["sequence_classification"](12)
     job = plan_job(base, rows, rows, make_options({**SMALL, "report": report, "devices": ["cpu"] * ranks}))
     assert job.evaluation is not None
