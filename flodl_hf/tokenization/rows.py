@@ -326,10 +326,8 @@ def cut_each(
     def words(chosen: np.ndarray, texts: np.ndarray) -> np.ndarray | None:
         if not snap or not all(rows[at].word_ids for at in long):
             return None
-        numbers = [
-            rows[long[at]].word_ids[slice(*spans[at][text])]
-            for at, text in zip(chosen.tolist(), texts.tolist(), strict=True)
-        ]
+        places = zip(chosen.tolist(), texts.tolist(), strict=True)
+        numbers = [rows[long[at]].word_ids[slice(*spans[at][text])] for at, text in places]
         return np.array([-1 if word is None else word for words in numbers for word in words], np.int64)
 
     cuts = plan_cuts(
