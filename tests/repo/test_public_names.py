@@ -206,7 +206,7 @@ SHARED: dict[str, set[str]] = {
     "flodl.system": {"read_at", "read_vectors_at"},
     "flodl.train.builder": {"TrainerBuilder"},
     "flodl.train.evaluate": {"split_figures"},
-    "flodl.train.events": {"Past", "Recorded"},
+    "flodl.train.events": {"Event", "Past", "Recorded"},
     "flodl.train.optim.ema": {"averaged_state"},
     "flodl.train.trials": {"Rehearsal"},
     "flodl.train.rules": {"parse_rule"},
