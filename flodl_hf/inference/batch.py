@@ -274,6 +274,11 @@ def _own(graph: Graph, layout: Layout, states: Tensor) -> Tensor:
     return states if lead is None else layout.behind(lead.count, states)
 
 
+def headed(graph: Graph, states: Tensor, layout: Layout) -> Tensor:
+    """Return the head's scores of token states; parity checks replace this function."""
+    return graph.get_submodule("head")(states, layout=layout)
+
+
 @dataclass(frozen=True)
 class Scores:
     """The head's scores.
@@ -381,7 +386,7 @@ class ScoresAt:
         """Return ``(chosen tokens, ...)``."""
         assert at is not None
         states = _flat(encoded(graph, ids, types, layout), layout)
-        return graph.get_submodule("head")(states.index_select(0, at), layout=layout)
+        return headed(graph, states.index_select(0, at), layout)
 
 
 @dataclass(frozen=True)

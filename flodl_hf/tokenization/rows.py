@@ -279,7 +279,12 @@ def plan_cuts(
     chosen = np.flatnonzero(windowed)
     cuts = text[chosen], chosen
     owner, low, high = plan_windows(
-        sizes[cuts], capacity[chosen], stride, words(chosen, text[chosen]), side=side, names=[names[i] for i in chosen]
+        sizes[cuts],
+        capacity[chosen],
+        stride,
+        words(chosen, text[chosen]),
+        side=side,
+        names=[names[i] for i in chosen.tolist()],
     )
     times[chosen] = np.bincount(owner, minlength=len(chosen))
     row = np.repeat(row, times)
