@@ -131,7 +131,7 @@ class Recorder:
         method = getattr(self, f"_on_{kind}", None)
         if method is not None:
             method(event, max(0.0, event.at_s + time.time() - time.monotonic() - self.began))
-        else:
+        elif getattr(event, "is_shown", True):
             self._on_unknown(kind, event.to_dict())
 
     def points(self, prefix: str, values: Mapping[str, Any], step: int, t: float | None = None, **at: float) -> None:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flodl.distributed.group import Summed
 
@@ -48,7 +48,13 @@ class Recorded:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An event; ``at_s`` is the monotonic clock in seconds, comparable on one host."""
+    """An event; ``at_s`` is the monotonic clock in seconds, comparable on one host.
+
+    Attributes:
+        is_shown: whether monitors record events of the class.
+    """
+
+    is_shown: ClassVar[bool] = True
 
     at_s: float = field(default_factory=time.monotonic)
     rank: int = 0

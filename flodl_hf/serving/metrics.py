@@ -157,7 +157,10 @@ class Metrics:
 
     def metric(self, name: str, **labels: str) -> Any:
         """Return a counter, gauge or histogram; callers keep it if they count often."""
-        return self._metrics.setdefault(name, {}).setdefault(tuple(sorted(labels.items())), _made(name))
+        by_labels, key = self._metrics.setdefault(name, {}), tuple(sorted(labels.items()))
+        if key not in by_labels:
+            by_labels[key] = _made(name)
+        return by_labels[key]
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a metric."""

@@ -1,8 +1,8 @@
 """Threads that read requests in turn; the thread that read a request also answers it.
 
-Requests are not passed between threads before they are processed (leader and followers, Schmidt et al. 2000). The idle
-thread that worked last reads next, so two threads suffice at low load. The answering thread decides when another one
-reads, because a woken thread competes for the interpreter, which a single request needs first.
+Requests are not passed between threads before they are processed (leader and followers, Schmidt et al. 2000). An idle
+thread reads next, and a new one starts only if none is idle, so two suffice at low load. The answering thread decides
+when another one reads, because a woken thread competes for the interpreter, which a single request needs first.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def read_lists(
         return found, table.columns
     if table.form not in ("teacher_scores", "binary", "scored") or table.labels is None:
         raise DataError(
-            f"rank: found {table.form}; expected a question, a document and a label, a question with a list "
+            f"{source}: rank: found {table.form}; expected a question, a document and a label, a question with a list "
             "of documents and a list of labels, or a question with a positive and negatives (flodl-hf mine finds some)",
             form=table.form,
         )

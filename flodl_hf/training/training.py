@@ -288,6 +288,8 @@ def make_builder(
 class BestPredictions(Event):
     """The predictions of the best evaluation of a run; ``seen`` is None if they are not collected."""
 
+    is_shown = False
+
     seen: EvalPredictions | None
 
     def to_dict(self) -> dict[str, Any]:

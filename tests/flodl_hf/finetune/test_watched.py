@@ -34,6 +34,8 @@ def test_a_fine_tune_is_told_with_its_recipe_data_and_model(base: Path, tmp_path
     record = read_record(tmp_path / "out.logs")
     assert record.name == "out"
     assert record.state["status"] == "finished"
+    assert record.log
+    assert not [line for line in record.log if "Predictions" in str(line)]
     assert [point[3] for point in record.series["train/loss"].points] == pytest.approx(result.losses, rel=1e-5)
     facts = record.facts
     assert facts["recipe"]["batch_size"] == 8
