@@ -28,8 +28,8 @@ import torch
 
 from flodl.train import StepDone
 from flodl_hf import finetune
-from flodl_hf.auto import AutoModelForSequenceClassification
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import AutoModelForSequenceClassification
 from flodl_hf.models.adapters import Lora
 from flodl_hf.training.demo import learn_vocabulary
 

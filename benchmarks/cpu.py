@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 from benchmarks.peers import on_cpu
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import cpu_features
 from flodl_hf.models import EncoderModel
 from flodl_hf.nn.backends.cpu_products import (
@@ -46,7 +46,7 @@ from flodl_hf.nn.backends.cpu_products import (
     has_onednn,
     sums_in_32_bits,
 )
-from flodl_hf.readers import load_rows
+from flodl_hf.tokenization.readers import load_rows
 
 TASKS = ("embeddings", "classification", "entities", "answers")
 HEADS = {"embeddings": "base", "classification": "seqcls", "entities": "tokcls", "answers": "qa"}

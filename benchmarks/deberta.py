@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flodl_hf.auto import AutoModel, AutoModelForSequenceClassification
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import AutoModel, AutoModelForSequenceClassification
 from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.nn.backends.choose import arrange_training
 from flodl_hf.nn.layout import Padded

@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from flodl.files import write_atomically
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import families
+from flodl_hf.heads.auto import head_named
 from flodl_hf.inference.batch import Pooled
 from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine

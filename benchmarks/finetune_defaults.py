@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from finetune_quality import TASKS, Judged
 
 from flodl_hf import AutoModel
-from flodl_hf.readers import load_rows
+from flodl_hf.tokenization.readers import load_rows
 from flodl_hf.training import finetune
 from flodl_hf.training.job import Job, plan_job
 from flodl_hf.training.options import make_options

@@ -36,8 +36,8 @@ import torch
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import pipeline
 from flodl_hf.inference.batch import Batch
 from flodl_hf.inference.cuda_graphs import SMALL

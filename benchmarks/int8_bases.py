@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from flodl_hf.auto import AutoModelForSequenceClassification
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import AutoModelForSequenceClassification
 from flodl_hf.models.adapters import Lora
 from flodl_hf.nn.adapter_layers.lora import AdaptedLinear
 

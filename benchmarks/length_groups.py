@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from flodl_hf import AutoModel
-from flodl_hf.readers import load_rows
+from flodl_hf.tokenization.readers import load_rows
 from flodl_hf.training import finetune
 
 TASKS: dict[str, dict[str, Any]] = {

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.corpus import source_texts
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
+from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import RunOptions
 from flodl_hf.inference.batch import Scores
 from flodl_hf.inference.engine import Engine

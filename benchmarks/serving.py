@@ -66,8 +66,8 @@ def write_model(folder: Path, size: str) -> Path:
     from tokenizers import Tokenizer as Inner
     from tokenizers import models, pre_tokenizers, processors
 
-    from flodl_hf.auto import head_named
     from flodl_hf.checkpoints.config.model_config import ModelConfig
+    from flodl_hf.heads.auto import head_named
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -238,7 +238,7 @@ def throughput(url: str, model: Any, args: argparse.Namespace, seconds: float) -
 
 def peers(ours: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The same clients at each server in turns, twice; answers of all are compared with ours in exact arithmetic."""
-    from flodl_hf.auto import load
+    from flodl_hf.heads.auto import load
 
     exact: Any = load(folder, device=args.device).runtime(precision="fp32", progress=False)
     asked = drawn(args, 64, many(args), (16, 480), exact)
@@ -399,7 +399,7 @@ def main() -> None:
     import torch
 
     from flodl.devices import described, find_device
-    from flodl_hf.auto import load
+    from flodl_hf.heads.auto import load
 
     device = find_device(args.device)
     args.device = str(device)

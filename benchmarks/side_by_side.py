@@ -28,8 +28,8 @@ import torch
 
 from flodl_hf import load
 from flodl_hf.models import EncoderModel
-from flodl_hf.readers import load_rows
 from flodl_hf.tokenization.alignment import join_words
+from flodl_hf.tokenization.readers import load_rows
 
 QUESTION_WINDOW = {"max_tokens": 384, "stride": 128}
 

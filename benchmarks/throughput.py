@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from benchmarks.corpus import mixed_texts
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import head_named
 from flodl_hf.models import EncoderModel
 from flodl_hf.tokenization.tokenizer import Tokenizer
 

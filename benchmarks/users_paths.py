@@ -271,8 +271,8 @@ class World:
         """Write a random model and return its folder."""
         import torch
 
-        from flodl_hf.auto import head_named
         from flodl_hf.checkpoints.config.model_config import ModelConfig
+        from flodl_hf.heads.auto import head_named
 
         torch.manual_seed(0)
         if head == "token_classification":

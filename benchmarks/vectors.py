@@ -52,7 +52,7 @@ from benchmarks.vector_peers import (
 )
 from flodl.train import EpochMetrics
 from flodl_hf import load
-from flodl_hf.auto import AutoModelForMaskedLM
+from flodl_hf.heads.auto import AutoModelForMaskedLM
 from flodl_hf.training import finetune
 from flodl_hf.training.evaluators import retrieval_figures
 

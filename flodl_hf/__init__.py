@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flodl_hf.auto import (
+from flodl_hf.heads.auto import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
@@ -30,8 +30,8 @@ from flodl_hf.auto import (
 )
 
 if TYPE_CHECKING:
-    from flodl_hf.auto import AutoConfig
-    from flodl_hf.auto.pipelines import pipeline
+    from flodl_hf.compat.pipelines import pipeline
+    from flodl_hf.heads.auto import AutoConfig
     from flodl_hf.jobs import encode_file, predict_file
     from flodl_hf.tokenization.tokenizer import Tokenizer as AutoTokenizer
     from flodl_hf.training import evaluate, finetune
@@ -59,7 +59,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Imported on first use: torch, the tokenizer library, training and files of texts.
     if name == "AutoConfig":
-        from flodl_hf.auto import AutoConfig
+        from flodl_hf.heads.auto import AutoConfig
 
         return AutoConfig
     if name == "AutoTokenizer":
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(flodl_hf.jobs, name)
     if name == "pipeline":
-        from flodl_hf.auto.pipelines import pipeline
+        from flodl_hf.compat.pipelines import pipeline
 
         return pipeline
     if name == "__version__":
@@ -95,19 +95,24 @@ def __getattr__(name: str) -> Any:
 _MOVED = {
     "adapters": "models.adapters",
     "alignment": "tokenization.alignment",
+    "auto": "heads.auto",
     "client": "serving.client",
-    "columns": "readers.columns",
+    "columns": "tokenization.readers.columns",
     "config": "checkpoints.config",
     "demo": "training.demo",
     "endpoint_checks": "parity.endpoint_checks",
     "export.onnx_session": "parity.onnx_session",
     "finetuning": "training",
+    "integrations": "compat",
     "ray": "jobs.ray",
+    "readers": "tokenization.readers",
     "runtime": "inference",
     "saliency": "heads.saliency",
+    "sentence_transformers": "compat.sentence_transformers",
     "similarity": "inference.similarity",
     "spark": "jobs.spark",
     "tokenizer": "tokenization.tokenizer",
+    "transformers": "compat.transformers",
     "triton_server": "serving.triton_server",
     "vectors": "inference",
     "vectors.judging": "training.evaluators",

@@ -147,8 +147,8 @@ def bert(rows: int, *, tiny: bool = False, seq: int = 128) -> Case:
 
 
 def _make_bert(sizes: dict[str, int], _data: Any) -> nn.Module:
-    from flodl_hf.auto import head_named
     from flodl_hf.checkpoints.config.model_config import ModelConfig
+    from flodl_hf.heads.auto import head_named
 
     key = tuple(sizes.items())
     if key not in _MADE:  # drawing a hundred million numbers takes seconds, copying them does not

@@ -4,6 +4,8 @@ config    ``config.json``
 weights   safetensors and ``.bin`` files, and the names of their tensors
 sentence  folders of sentence-transformers
 saving    write files, and publish them in one step
+keywords  keywords of other libraries: mapped to ours, ignored, or refused with the reason
+path_checks  checks of paths before anything is read or written
 system    functions of operating systems
 hub       download from and upload to the Hugging Face Hub
 """

@@ -18,8 +18,8 @@ import typer
 from flodl.errors import ConfigError, nearest
 from flodl_hf.cli.shared import Json, emit_json, reporting, tell
 
-# These modules import libraries that need not be installed: their entries are read from the source.
-_OF_LIBRARIES = ("flodl_hf.sentence_transformers", "flodl_hf.transformers", "flodl_hf.integrations.")
+_OF_LIBRARIES = re.compile(r"flodl_hf\.compat\.(?!pipelines$)")
+"""Modules that import libraries that need not be installed: their entries are read from the source."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -81,7 +81,7 @@ def public_names() -> Iterator[tuple[str, Any]]:
     """Yield the full name and object of each public name once; the first module that has an object documents it."""
     seen: list[Any] = []
     for module in public_modules():
-        if module.startswith(_OF_LIBRARIES):
+        if _OF_LIBRARIES.match(module):
             yield from ((f"{module}.{name}", parsed(module, name)) for name in exported(module))
             continue
         try:

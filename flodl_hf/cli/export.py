@@ -71,7 +71,7 @@ def command(
         return
     if like is not None or labels is not None:
         raise typer.BadParameter(f"--like and --labels are for a graph's checkpoint, and {model} is none")
-    from flodl_hf.auto import load
+    from flodl_hf.heads.auto import load
 
     if format != "safetensors":
         dtype = "float32"

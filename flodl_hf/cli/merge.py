@@ -26,7 +26,7 @@ def command(
 
     Each weight is summed in float64 and rounded once. Prompts and prefixes cannot be merged and are refused.
     """
-    from flodl_hf.auto import load
+    from flodl_hf.heads.auto import load
 
     # Unchanged weights stay memory-mapped, so that any size works.
     shown: dict[str, Any] = {"mapped": True, "weights": "memory"}

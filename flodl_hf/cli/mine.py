@@ -53,7 +53,7 @@ def command(
     from flodl_hf.cli.finetune import parse
     from flodl_hf.cli.vectors import check_target, encoder, texts_of
     from flodl_hf.inference.mining import hard_negatives
-    from flodl_hf.readers import load_rows
+    from flodl_hf.tokenization.readers import load_rows
     from flodl_hf.training.vectors.tables import read_table
 
     check_target(Path(out), (".jsonl",))

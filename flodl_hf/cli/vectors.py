@@ -64,8 +64,8 @@ def texts_of(path: str, column: str | None) -> list[str]:
     Raises:
         DataError: no column of texts is identified.
     """
-    from flodl_hf.readers.columns import NAMES, column_names
-    from flodl_hf.readers.files import read_rows
+    from flodl_hf.tokenization.readers.columns import NAMES, column_names
+    from flodl_hf.tokenization.readers.files import read_rows
 
     rows = list(read_rows(path, blank_lines=True))
     if not rows:

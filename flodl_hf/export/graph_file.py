@@ -109,7 +109,7 @@ def export_graph_file(
         ExportError: there is no configuration, or the written tensors differ from the file.
         CheckpointError: the file is damaged, or for another architecture: names or shapes do not fit, all listed.
     """
-    from flodl_hf.auto import load
+    from flodl_hf.heads.auto import load
 
     found = load_tensors(file)
     kinds = sorted({str(t.dtype).removeprefix("torch.") for t in found.tensors.values() if t.is_floating_point()})

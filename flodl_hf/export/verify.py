@@ -183,7 +183,7 @@ class _Run:
     @property
     def model(self) -> EncoderModel:
         if self._model is None:
-            from flodl_hf.auto import AutoModelForPreTraining, load
+            from flodl_hf.heads.auto import AutoModelForPreTraining, load
 
             # Both heads of such a class are compared; load uses the more common one.
             both = self.architecture.endswith("ForPreTraining")

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
 from flodl_hf.checkpoints.sentence.sparse import SparseVectors
-from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.chunks import chunk_vectors
 from flodl_hf.heads.prediction_keywords import EMBED, ENCODE, LEXICAL

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.compat.kwargs import accept_keywords
+from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import PAIRS
 from flodl_hf.heads.scoring import ScoringModel

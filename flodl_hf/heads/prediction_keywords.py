@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flodl_hf.checkpoints.config.file import activation_at
-from flodl_hf.compat.kwargs import KeywordAlias
-from flodl_hf.compat.loading import device_of
+from flodl_hf.checkpoints.keywords import KeywordAlias, device_of
 from flodl_hf.inference.batch import usual_budget
 
 
@@ -53,7 +52,7 @@ _WINDOWS = (
     "truncates as transformers' pipelines do"
 )
 _RUN = {
-    "long_texts": KeywordAlias(harmless=(None,)),  # see `flodl_hf.compat.kwargs.replace_long_texts`
+    "long_texts": KeywordAlias(harmless=(None,)),  # see `flodl_hf.checkpoints.keywords.replace_long_texts`
     "batch_size": KeywordAlias("token_budget", _budget),
     "device": KeywordAlias("devices", _devices),
     "show_progress_bar": KeywordAlias("progress"),

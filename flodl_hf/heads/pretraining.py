@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.compat.kwargs import accept_keywords
+from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.heads.masked_lm import MaskedLM
 from flodl_hf.heads.next_sentence import FOLLOWS, next_sentence_labels
 from flodl_hf.heads.prediction_keywords import PAIRS

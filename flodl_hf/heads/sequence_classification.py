@@ -16,8 +16,8 @@ from torch import Tensor
 from flodl.errors import shown
 from flodl_hf.checkpoints.config.file import tuned_thresholds
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
-from flodl_hf.compat.kwargs import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import CLASSES, RERANK, ZERO_SHOT
 from flodl_hf.heads.scoring import ScoringModel

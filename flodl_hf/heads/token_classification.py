@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
 
-from flodl_hf.compat.kwargs import accept_keywords
+from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.heads.prediction_keywords import ENTITIES
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.inference.batch import Pending, Scores

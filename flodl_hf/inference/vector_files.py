@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flodl.errors import DataError
-from flodl_hf.readers.arrow import need_pyarrow
+from flodl_hf.tokenization.readers.arrow import need_pyarrow
 
 SUFFIXES = (".npy", ".parquet", ".arrow", ".jsonl")
 COLUMN = "vector"

@@ -1,7 +1,7 @@
 """Columns of the input that the model reads, and columns that are copied to the output.
 
-They are determined by the caller's arguments, then by usual names (`flodl_hf.readers.columns`); ambiguous input is
-refused.
+They are determined by the caller's arguments, then by usual names (`flodl_hf.tokenization.readers.columns`);
+ambiguous input is refused.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from flodl.errors import DataError, nearest
 from flodl_hf.families.schema.tasks import TASKS, task_named
-from flodl_hf.readers.columns import NAMES, data_columns
-from flodl_hf.readers.rows import Row, RowFault
+from flodl_hf.tokenization.readers.columns import NAMES, data_columns
+from flodl_hf.tokenization.readers.rows import Row, RowFault
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from flodl.errors import DataError, nearest, printable
 from flodl.garbage_collection import gc_frozen
+from flodl_hf.checkpoints.path_checks import path_fault
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import COUNTED, TRUNCATED
 from flodl_hf.inference.quantize import PRECISIONS
@@ -26,8 +27,7 @@ from flodl_hf.jobs.results import FileResult, Progress
 from flodl_hf.jobs.run import Run
 from flodl_hf.jobs.tasks import VECTOR
 from flodl_hf.jobs.write import output_format
-from flodl_hf.readers.path_checks import path_fault
-from flodl_hf.readers.rows import STDIN, open_rows
+from flodl_hf.tokenization.readers.rows import STDIN, open_rows
 
 OnError = Literal["stop", "skip", "null"]
 
@@ -123,8 +123,8 @@ def predict_file(
     if overwrite and rank.rank == 0:
         parts.clear()
     if isinstance(model, (str, os.PathLike)):
-        from flodl_hf.auto import load
         from flodl_hf.checkpoints.hub.folders import expect_tokenizer
+        from flodl_hf.heads.auto import load
 
         expect_tokenizer(model, "predict_file")
         hub = {"revision": revision, "local_files_only": local_files_only}

@@ -14,8 +14,8 @@ from flodl.errors import DataError, capped
 from flodl_hf.jobs.columns import ColumnArgs, choose_columns, item_of
 from flodl_hf.jobs.tables import Kind, arrow_type
 from flodl_hf.jobs.tasks import answerer_for, faulty_items, with_old_names
-from flodl_hf.readers.arrow import need_pyarrow
-from flodl_hf.readers.rows import RowFault
+from flodl_hf.tokenization.readers.arrow import need_pyarrow
+from flodl_hf.tokenization.readers.rows import RowFault
 
 # Every column of the table is kept.
 _COLUMNS = ColumnArgs.__dataclass_fields__.keys() - {"keep", "id_column"}
@@ -54,7 +54,7 @@ class Partitions:
         **words: Any,
     ) -> None:
         if isinstance(model, (str, os.PathLike)):
-            from flodl_hf.auto import load
+            from flodl_hf.heads.auto import load
 
             model = load(str(model), head=head, device=device).runtime(progress=False)
         model._ready("answers", untrained=bool(words.get("untrained")))

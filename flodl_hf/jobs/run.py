@@ -22,7 +22,7 @@ from flodl_hf.jobs.plan import Plan
 from flodl_hf.jobs.ranks import Rank, Workers, wait_for_parts
 from flodl_hf.jobs.results import FileResult, Progress
 from flodl_hf.jobs.tasks import faulty_items
-from flodl_hf.readers.rows import Row, RowFault, Rows
+from flodl_hf.tokenization.readers.rows import Row, RowFault, Rows
 
 MAX_FAULTS = 20  # invalid rows whose message is stored
 START_SKEW_S = 15.0  # ranks that are started together start within this time

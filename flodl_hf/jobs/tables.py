@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl_hf.readers.arrow import need_pyarrow
+from flodl_hf.tokenization.readers.arrow import need_pyarrow
 
 GROUP_ROWS = 1 << 16
 """Rows of a row group of a joined file, fewer if they have more than ``GROUP_BYTES``."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flodl.errors import FlodlError, nearest
-from flodl_hf.compat.kwargs import replace_long_texts
+from flodl_hf.checkpoints.keywords import replace_long_texts
 from flodl_hf.errors import PredictError
 from flodl_hf.families.schema.tasks import TASKS
 from flodl_hf.inference.results import is_empty

@@ -24,7 +24,7 @@ from flodl_hf.inference.vector_files import ranges_path
 from flodl_hf.jobs.tables import Kind, swapped_column
 from flodl_hf.jobs.tasks import VECTOR
 from flodl_hf.jobs.write import Pieces, Writer, writer_for
-from flodl_hf.readers.rows import RowFault
+from flodl_hf.tokenization.readers.rows import RowFault
 
 Vectors = NDArray[Any]
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from flodl.errors import DataError, nearest, printable
 from flodl_hf.jobs.tables import Kind, arrow_type, inferred_type, joined_tables, misfits, parquet_bytes
-from flodl_hf.readers.rows import Row, RowFault
+from flodl_hf.tokenization.readers.rows import Row, RowFault
 
 OUTPUTS = ("jsonl", "csv", "tsv", "parquet", "arrow", "npy")
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".tab": "tsv"}

@@ -1,7 +1,7 @@
 """A model: a graph with its configuration, tokenizer and source, called as transformers' models are.
 
 The base class of all tasks: created from a configuration or a folder, run, explained, written and uploaded. The
-file of each head implements its task; `flodl_hf.auto` selects the class for a folder.
+file of each head implements its task; `flodl_hf.heads.auto` selects the class for a folder.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from flodl.errors import nearest
 from flodl_hf.checkpoints.config.model_config import ModelConfig
-from flodl_hf.compat.kwargs import accept_keywords
-from flodl_hf.compat.loading import SAVE
+from flodl_hf.checkpoints.keywords import SAVE, accept_keywords
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.families import model_types
 from flodl_hf.families.schema.tasks import HEADS, Task, task_named
@@ -61,7 +60,7 @@ class EncoderModel(FromPretrained, Adapted, TransformersMethods):
     @property
     def base_model(self) -> EncoderModel:
         """The model without its head; both have the same parameters."""
-        kind: Any = import_module("flodl_hf.auto").head_named("base").model
+        kind: Any = import_module("flodl_hf.heads.auto").head_named("base").model
         if isinstance(self, kind):
             return self
         parts = {name: part for name, part in self.graph.named_children() if name != "head"}
@@ -206,8 +205,8 @@ class EncoderModel(FromPretrained, Adapted, TransformersMethods):
         }
 
     def to_transformers(self) -> Any:
-        """Return a ``PreTrainedModel`` of transformers with the same parameters; see `flodl_hf.transformers`."""
-        return import_module("flodl_hf.transformers").pretrained_model(self)
+        """Return a ``PreTrainedModel`` of transformers with the same parameters; see `flodl_hf.compat.transformers`."""
+        return import_module("flodl_hf.compat.transformers").pretrained_model(self)
 
     @accept_keywords(SAVE, ExportError)
     def save_pretrained(

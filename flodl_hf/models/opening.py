@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypedDict
 
 from flodl.errors import ConfigError
-from flodl_hf.compat.kwargs import accept_keywords
-from flodl_hf.compat.loading import LOAD
+from flodl_hf.checkpoints.keywords import LOAD, accept_keywords
 
 if TYPE_CHECKING:
     import torch

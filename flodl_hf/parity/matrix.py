@@ -73,7 +73,7 @@ def select_cells(families: Sequence[str] = (), heads: Sequence[str] = (), size: 
     Raises:
         ParityError: a name that is no family or no head.
     """
-    from flodl_hf.auto import head_named
+    from flodl_hf.heads.auto import head_named
 
     cells = all_cells(size)
     known = {cell.family for cell in cells}

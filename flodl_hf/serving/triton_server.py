@@ -36,7 +36,7 @@ class TritonPythonModel:
         """
         import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
-        from flodl_hf.auto import load
+        from flodl_hf.heads.auto import load
 
         self._pb = pb_utils
         config = json.loads(args["model_config"])

@@ -82,7 +82,7 @@ class Worker:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from flodl.devices import find_device
-        from flodl_hf.auto import load
+        from flodl_hf.heads.auto import load
 
         self.device = find_device(settings["device"])
         self.precision: str | None = settings["precision"]

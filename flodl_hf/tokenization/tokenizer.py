@@ -19,9 +19,8 @@ import tokenizers
 
 from flodl.errors import printable
 from flodl_hf.checkpoints.hub.folders import holds_adapter, resolve_folder
+from flodl_hf.checkpoints.keywords import TOKENIZER, accept_keywords
 from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG, BASE_OF_ADAPTER, CONFIG_NAME, is_vocabulary_in
-from flodl_hf.compat.kwargs import accept_keywords
-from flodl_hf.compat.loading import TOKENIZER
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.backend import Backend
 from flodl_hf.tokenization.calls import Calls
@@ -341,7 +340,7 @@ class Tokenizer(Calls):
     def to_transformers(self) -> Any:
         """Return the same tokenizer as a ``PreTrainedTokenizerFast`` of transformers."""
         config = {**self._config, "model_type": self.settings.model_type}
-        return import_module("flodl_hf.transformers").pretrained_tokenizer(self, config)
+        return import_module("flodl_hf.compat.transformers").pretrained_tokenizer(self, config)
 
     def __reduce__(self) -> tuple[Any, ...]:
         files = {"files": self._files, "folder": self._folder, "model_type": self.settings.model_type}

@@ -217,7 +217,7 @@ def _open(model: str | Path | EncoderModel, options: Options) -> EncoderModel:
                 problems=["task"],
             )
         return model
-    from flodl_hf.auto import load
+    from flodl_hf.heads.auto import load
 
     given: Any = {"revision": options.revision, "local_files_only": options.local_files_only}
     return load(

@@ -23,8 +23,8 @@ from flodl_hf.inference.decode.metrics import Perplexity
 from flodl_hf.models.building import tie_tensors
 from flodl_hf.nn.adapter_layers.prompts import prefix_of
 from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
-from flodl_hf.readers.columns import Columns, infer_columns
 from flodl_hf.tokenization.alignment import IGNORE
+from flodl_hf.tokenization.readers.columns import Columns, infer_columns
 from flodl_hf.training.masked import CollateShares, MaskedTask, Masking, make_masking
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, TakenRows
@@ -125,7 +125,7 @@ class GeneratorStart:
         there: Any = model.beside
         if there is not None and there.__dict__.get("begun_from") == self:
             return
-        from flodl_hf.auto import head_named
+        from flodl_hf.heads.auto import head_named
 
         kind: Any = head_named("masked_lm").model
         with torch.random.fork_rng(devices=[]):

@@ -22,9 +22,9 @@ from flodl.metrics import Classification
 from flodl.train import Loss
 from flodl_hf.inference.decode.metrics import Perplexity
 from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
-from flodl_hf.readers.columns import Columns, pair_columns
-from flodl_hf.readers.faults import check_texts, refuse_rows
-from flodl_hf.readers.targets import as_numbers
+from flodl_hf.tokenization.readers.columns import Columns, pair_columns
+from flodl_hf.tokenization.readers.faults import check_texts, refuse_rows
+from flodl_hf.tokenization.readers.targets import as_numbers
 from flodl_hf.training.masked import CollateShares, make_masking, words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import RELATED, CollateRows, EncodedRows, RowBuilder

@@ -30,11 +30,11 @@ from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, S
 from flodl.train.events import Past
 from flodl.train.saving.reading import list_checkpoints
 from flodl.train.trackers import make_tracker
+from flodl_hf.checkpoints.path_checks import path_fault
 from flodl_hf.checkpoints.saving.publish import GENERATOR, check_space, is_model_file
 from flodl_hf.errors import ExportError
 from flodl_hf.models.adapters.write import contents_of
 from flodl_hf.models.saving import write_contents
-from flodl_hf.readers.path_checks import path_fault
 from flodl_hf.training.batching import as_before
 from flodl_hf.training.card import papers
 from flodl_hf.training.data import is_several

@@ -74,7 +74,7 @@ class ModelFactory:
         return model
 
     def _read(self, dtype: torch.dtype | str) -> EncoderModel:
-        from flodl_hf.auto import head_named
+        from flodl_hf.heads.auto import head_named
 
         if self.seed is not None:
             torch.manual_seed(self.seed)  # every rank draws the same

@@ -13,8 +13,8 @@ from typing import Any
 
 from flodl.errors import ConfigError, DataError, nearest, printable
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.readers.columns import NAMES, Columns, column_names, flag_of, infer_columns
-from flodl_hf.readers.targets import as_numbers, is_missing
+from flodl_hf.tokenization.readers.columns import NAMES, Columns, column_names, flag_of, infer_columns
+from flodl_hf.tokenization.readers.targets import as_numbers, is_missing
 from flodl_hf.training.choices import choice_columns
 from flodl_hf.training.data import Tables
 from flodl_hf.training.options import Options

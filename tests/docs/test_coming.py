@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import flodl_hf
-from flodl_hf.compat.loading import LOAD
+from flodl_hf.checkpoints.keywords import LOAD
 from flodl_hf.models.opening import LoadKeywords
 from flodl_hf.training import finetune
 from flodl_hf.training.options import Options

@@ -113,7 +113,7 @@ def test_public_names_have_a_description() -> None:
     assert [name for name, value in routines.items() if not inspect.getdoc(value)] == []
     read = {name: value for name, value in found.items() if isinstance(value, Parsed)}
     described = [one for value in read.values() for one in (value, *value.members)]
-    assert "flodl_hf.transformers.pipeline" in read
+    assert "flodl_hf.compat.transformers.pipeline" in read
     assert [one.name for one in described if not one.description] == []
     assert all(option["summary"] for option in options_of(found["flodl_hf.training.Options"]))
 
@@ -139,7 +139,7 @@ def test_a_name_is_described_in_the_terminal() -> None:
 
     # Without the library.
     assert json.loads(run("FlodlEmbeddings", "--json"))["members"][0]["name"] == "embed_documents"
-    assert run("TextClassifier.fit").startswith("flodl_hf.integrations.sklearn.TextClassifier.fit(X: ")
+    assert run("TextClassifier.fit").startswith("flodl_hf.compat.sklearn.TextClassifier.fit(X: ")
 
     entry = json.loads(run("Options", "--json"))
     assert entry["name"] == "flodl_hf.training.Options"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flodl_hf.auto import head_named
+from flodl_hf.heads.auto import head_named
 from flodl_hf.parity.cell import Bench, Cell
 from tests.peers.case import CLOSE, Case
 

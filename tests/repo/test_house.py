@@ -27,17 +27,17 @@ LONGER: dict[str, str] = {}
 # Who may import what, by path; a folder stands for all in it.
 ONLY_IN = {
     # Classes for other libraries subclass the classes of the package that the user has installed.
-    "transformers": ("flodl_hf/parity/reference.py", "flodl_hf/transformers.py"),
+    "transformers": ("flodl_hf/parity/reference.py", "flodl_hf/compat/transformers.py"),
     **dict.fromkeys(
         ("sentence_transformers", "langchain_core", "llama_index", "haystack", "chromadb", "mteb", "setfit", "spacy"),
-        ("flodl_hf/integrations/",),
+        ("flodl_hf/compat/",),
     ),
-    **dict.fromkeys(("sklearn", "optuna"), ("flodl_hf/integrations/",)),
+    **dict.fromkeys(("sklearn", "optuna"), ("flodl_hf/compat/",)),
     "tokenizers": ("flodl_hf/tokenization/",),
     "huggingface_hub": ("flodl_hf/checkpoints/hub/",),
     "typer": ("flodl_hf/cli/",),
     "rich": ("flodl_hf/cli/", "flodl/progress.py"),
-    "pyarrow": ("flodl_hf/readers/", "flodl_hf/serving/response_encoding.py"),
+    "pyarrow": ("flodl_hf/tokenization/readers/", "flodl_hf/serving/response_encoding.py"),
     "starlette": ("flodl_hf/serving/",),
     "uvicorn": ("flodl_hf/serving/",),
     "httpx": ("flodl_hf/serving/client/",),

@@ -51,7 +51,7 @@ def test_importing_costs_little(module: str) -> None:
     raise AssertionError(f"import {module} costs too much processor time: {tries}")
 
 
-@pytest.mark.parametrize("module", ["flodl", "flodl_hf", "flodl_hf.auto", "flodl_hf.cli.app"])
+@pytest.mark.parametrize("module", ["flodl", "flodl_hf", "flodl_hf.heads.auto", "flodl_hf.cli.app"])
 def test_torch_comes_with_the_first_model(module: str) -> None:
     # Names, errors and --help do without; and weights are read while it is imported.
     code = f"import sys, {module}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"

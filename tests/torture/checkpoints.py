@@ -59,9 +59,9 @@ def checkpoint(
         sort: of the tokenizer; one of `tests.torture.vocabularies.SORTS`.
         seed: of the weights.
     """
-    from flodl_hf.auto import head_named
     from flodl_hf.checkpoints.config.model_config import ModelConfig
     from flodl_hf.families import families
+    from flodl_hf.heads.auto import head_named
 
     rows = next(known for known in families() if known.model_type == family).rows
     sizes = {**_SIZES, "num_layers": layers, "vocab_size": len(vocabulary_of(sort))}

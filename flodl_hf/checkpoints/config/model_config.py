@@ -29,9 +29,8 @@ from flodl_hf.checkpoints.config.file import (
     without_unknown_problem,
 )
 from flodl_hf.checkpoints.hub.folders import resolve_folder
+from flodl_hf.checkpoints.keywords import CONFIG, accept_keywords
 from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, WEIGHTS_KEY
-from flodl_hf.compat.kwargs import accept_keywords
-from flodl_hf.compat.loading import CONFIG
 from flodl_hf.families import match_config, model_types, named, row_of
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import REQUIRED, Triage, boolean, one_of, read_rows, refuse

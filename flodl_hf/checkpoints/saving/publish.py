@@ -26,9 +26,9 @@ from pathlib import Path
 from flodl.errors import capped, printable
 from flodl.files import lock, make_folders, sync_folder
 from flodl_hf.checkpoints import system
+from flodl_hf.checkpoints.path_checks import path_fault
 from flodl_hf.checkpoints.weights.file_names import TOKENIZER_FILES, WEIGHT_PATTERNS
 from flodl_hf.errors import ExportError
-from flodl_hf.readers.path_checks import path_fault
 
 GENERATOR = "generator"
 """The folder inside of a discriminator's for the generator that it was trained with."""

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from flodl.errors import ConfigError
-from flodl_hf.compat.kwargs import KeywordAlias, accept_keywords
+from flodl_hf.checkpoints.keywords import KeywordAlias, accept_keywords
 
 ALL_LINEAR = "all-linear"
 MOST_RANK = 65_536

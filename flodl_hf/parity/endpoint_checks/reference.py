@@ -61,7 +61,7 @@ class Reference:
     """
 
     def __init__(self, source: str, *, local_files_only: bool = False) -> None:
-        from flodl_hf.auto import load
+        from flodl_hf.heads.auto import load
 
         self.source = source
         self._given: dict[str, Any] = {"local_files_only": local_files_only, "device": "cpu"}
@@ -167,7 +167,7 @@ class Reference:
     def _model(self, way: Way) -> Any:
         kind = (way.get("tanh", False), way.get("half", False))
         if kind not in self._models:
-            from flodl_hf.auto import load
+            from flodl_hf.heads.auto import load
 
             found: Any = load(self.source, dtype=torch.bfloat16 if kind[1] else torch.float32, **self._given)
             for module in filter(_is_exact_gelu, found.graph.modules() if kind[0] else ()):

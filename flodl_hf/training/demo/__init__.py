@@ -64,8 +64,8 @@ def train_wordpiece(
 
 def demo_model(tokenizer: Tokenizer, seed: int = 0) -> SequenceClassifier:
     """Return the small, untrained classifier."""
-    from flodl_hf.auto import AutoModelForSequenceClassification
     from flodl_hf.checkpoints.config.model_config import ModelConfig
+    from flodl_hf.heads.auto import AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
     config = ModelConfig.for_model(

@@ -183,7 +183,7 @@ def attach_decoder(model: EncoderModel, seed: int) -> None:
 
 def _head_of(model: EncoderModel) -> Any:
     """Return a masked-LM head: from the folder of the model if it has one, else a new one."""
-    from flodl_hf.auto import head_named
+    from flodl_hf.heads.auto import head_named
 
     kind: Any = head_named("masked_lm").model
     if "masked_lm" not in model.config.family.heads:

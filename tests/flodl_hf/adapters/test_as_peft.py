@@ -10,7 +10,7 @@ import torch
 from adapted_models import moved  # pyright: ignore[reportMissingImports]
 
 from flodl_hf import load
-from flodl_hf.auto import head_named
+from flodl_hf.heads.auto import head_named
 from flodl_hf.models.adapters import Lora
 from flodl_hf.parity.cell import Bench, Cell, all_cells
 

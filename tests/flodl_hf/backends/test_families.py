@@ -9,9 +9,9 @@ import torch
 from test_one_layer import LENGTHS, batch, real
 from test_training_kernels import tables
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
+from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import cpu
 from flodl_hf.inference.cpu_features import missing
 from flodl_hf.inference.prepared_graph import shadow

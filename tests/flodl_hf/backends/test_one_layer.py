@@ -17,12 +17,12 @@ from test_training_kernels import DEVICE, DTYPES, distance, runs, tables
 from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
-from flodl_hf.auto import load
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import register
 from flodl_hf.families.schema import Family, FamilyHead
 from flodl_hf.families.schema.config_rows import Row, activation, count
 from flodl_hf.families.schema.keys import KeyRow
+from flodl_hf.heads.auto import load
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
 from flodl_hf.inference import cpu

@@ -16,9 +16,9 @@ from test_training_kernels import DEVICE, DTYPES, NEAREST, distance, runs, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
+from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import explain
 from flodl_hf.inference.explain import explain_graph
 from flodl_hf.inference.prepared_graph import shadow

@@ -13,8 +13,8 @@ import torch
 from test_training_kernels import DEVICE, DTYPES, distance, runs, tables
 from torch import Tensor
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import head_named
 from flodl_hf.nn.attention.disentangled import attention as attention_module
 from flodl_hf.nn.attention.rotary import PairedRotary
 from flodl_hf.nn.backends import choose

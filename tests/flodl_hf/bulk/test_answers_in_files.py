@@ -16,8 +16,8 @@ from bulk_inputs import texts
 
 from flodl.errors import DataError
 from flodl_hf import predict_file
-from flodl_hf.auto import AutoModelForSequenceClassification
 from flodl_hf.errors import PredictError
+from flodl_hf.heads.auto import AutoModelForSequenceClassification
 
 TEXTS = texts(37)
 MASKED = [f"the {word} [MASK] sat" for word in ("cat", "dog", "film")]

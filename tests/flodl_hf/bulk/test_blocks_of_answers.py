@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.jobs.write import Writer, writer_for
-from flodl_hf.readers.rows import Row, RowFault, _parsed
+from flodl_hf.tokenization.readers.rows import Row, RowFault, _parsed
 
 ANSWERS: dict[str, dict[str, Any]] = {
     "label": {"label": "text", "score": "float"},

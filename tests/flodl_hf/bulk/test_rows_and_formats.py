@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from flodl.errors import DataError
 from flodl_hf.jobs.write import json_of, writer_for
-from flodl_hf.readers.files import read_rows
-from flodl_hf.readers.rows import Row, open_rows
+from flodl_hf.tokenization.readers.files import read_rows
+from flodl_hf.tokenization.readers.rows import Row, open_rows
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
 BUDGET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

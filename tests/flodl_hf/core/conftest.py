@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
+from flodl_hf.heads.auto import head_named
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.tokenization.tokenizer import Tokenizer
 

@@ -15,10 +15,10 @@ import torch
 
 from flodl.errors import ConfigError, FlodlError
 from flodl_hf import AutoConfig, AutoModel, AutoModelForSequenceClassification, load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import HubError, PredictError, TokenizerError
 from flodl_hf.families.schema.tasks import HEADS
+from flodl_hf.heads.auto import head_named
 from flodl_hf.models.encoder_model import FAMILIAR, METHODS
 
 Maker = Callable[..., Any]

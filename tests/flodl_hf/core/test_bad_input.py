@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flodl.errors import CheckpointError, ConfigError, FlodlError, UnsafeFileError
-from flodl_hf.auto import head_named
 from flodl_hf.errors import HubError, MissingWeightsError, TokenizerError
 from flodl_hf.families import FAMILIES
+from flodl_hf.heads.auto import head_named
 
 Saved = Callable[..., Path]
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.families import FAMILIES
 from flodl_hf.families.schema.tasks import HEADS
+from flodl_hf.heads.auto import head_named
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.layout.layouts import Packed, Padded
 

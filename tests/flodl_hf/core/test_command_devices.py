@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf import auto, load
 from flodl_hf import jobs as bulk
+from flodl_hf import load
+from flodl_hf.heads import auto
 
 typer_testing = pytest.importorskip("typer.testing")
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from flodl.errors import CheckpointError
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.weights.loading import canonical_names, plan_load
 from flodl_hf.families import FAMILIES
 from flodl_hf.families.schema.keys import KeyMap, KeyRow
+from flodl_hf.heads.auto import head_named
 
 word = st.text(alphabet="abcdef_", min_size=1, max_size=6)
 names = st.lists(word, min_size=1, max_size=8, unique=True)

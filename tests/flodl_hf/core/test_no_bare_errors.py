@@ -11,9 +11,9 @@ import pytest
 
 from flodl.errors import FlodlError
 from flodl_hf import finetune, load
+from flodl_hf.checkpoints.path_checks import path_fault
 from flodl_hf.jobs import predict_file
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.readers.path_checks import path_fault
 
 NUMBERS = ("1e400", "-1e400", "1" + "0" * 400, "NaN", "1" * 5000)
 KEYS = ("hidden_size", "layer_norm_eps", "hidden_dropout_prob", "pad_token_id", "vocab_size", "num_labels", "id2label",

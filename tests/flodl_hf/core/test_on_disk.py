@@ -13,10 +13,10 @@ import torch
 
 from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder
-from flodl_hf.auto import load
 from flodl_hf.checkpoints.weights import on_disk
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
+from flodl_hf.heads.auto import load
 from flodl_hf.inference import layers_from_disk
 from flodl_hf.inference.layers_from_disk import _steps_of
 from flodl_hf.nn.backends.cpu_products import has_int8, has_onednn

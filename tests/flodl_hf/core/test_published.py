@@ -13,10 +13,10 @@ import torch
 
 from flodl.errors import ConfigError
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.weights.loading import head_of
 from flodl_hf.families import FAMILIES
+from flodl_hf.heads.auto import head_named
 from flodl_hf.parity.matrix import checkpoints_of, published
 
 sys.path.insert(0, str(Path(__file__).parent))

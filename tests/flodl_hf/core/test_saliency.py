@@ -57,7 +57,7 @@ def test_it_shows_itself(classifier: Any) -> None:
 
 
 def test_tokens_and_answers() -> None:
-    from flodl_hf.auto import AutoModelForQuestionAnswering, AutoModelForTokenClassification
+    from flodl_hf.heads.auto import AutoModelForQuestionAnswering, AutoModelForTokenClassification
 
     torch.manual_seed(0)
     from flodl_hf.checkpoints.config.model_config import ModelConfig
@@ -88,7 +88,7 @@ def test_tokens_and_answers() -> None:
 
 
 def test_what_it_refuses(classifier: Any) -> None:
-    from flodl_hf.auto import AutoModelForMaskedLM
+    from flodl_hf.heads.auto import AutoModelForMaskedLM
 
     with pytest.raises(PredictError, match="no label"):
         saliency(classifier, "I love it.", target="prais")

@@ -14,11 +14,11 @@ import torch
 
 import flodl_hf
 from flodl.errors import CheckpointError, ConfigError
-from flodl_hf.auto import load
-from flodl_hf.compat import loading
-from flodl_hf.compat.kwargs import KeywordAlias, _own
+from flodl_hf.checkpoints import keywords
+from flodl_hf.checkpoints.keywords import KeywordAlias, _own
 from flodl_hf.errors import ExportError, HubError, PredictError, TokenizerError
 from flodl_hf.heads import prediction_keywords as words
+from flodl_hf.heads.auto import load
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.opening import LoadKeywords
 
@@ -187,7 +187,7 @@ def test_words_of_loading_are_taken(door: Callable[..., Any], theirs: dict[str, 
 
 @doors
 @pytest.mark.parametrize(
-    "word", [name for name, word in loading.LOAD.items() if word.ours is None and word.harmless is not None]
+    "word", [name for name, word in keywords.LOAD.items() if word.ours is None and word.harmless is not None]
 )
 def test_words_of_loading_with_another_meaning_are_refused(door: Callable[..., Any], word: str, saved: Saved) -> None:
     with pytest.raises(ConfigError, match=rf"{word}='x': \w+"):
@@ -243,9 +243,9 @@ def test_the_doors_name_their_keywords(door: Callable[..., Any]) -> None:
 # --- tokenizers, configurations, saving --------------------------------------------------------------
 
 OTHERS: dict[str, tuple[dict[str, KeywordAlias], type[Exception], Callable[..., Any]]] = {
-    "AutoTokenizer": (loading.TOKENIZER, TokenizerError, lambda folder, **k: flodl_hf.AutoTokenizer.from_pretrained(folder, **k)),
-    "AutoConfig": (loading.CONFIG, ConfigError, lambda folder, **k: flodl_hf.AutoConfig.from_pretrained(folder, **k)),
-    "save_pretrained": (loading.SAVE, ExportError, lambda folder, **k: load(folder).save_pretrained(**{"folder": folder.parent / "out", **k})),
+    "AutoTokenizer": (keywords.TOKENIZER, TokenizerError, lambda folder, **k: flodl_hf.AutoTokenizer.from_pretrained(folder, **k)),
+    "AutoConfig": (keywords.CONFIG, ConfigError, lambda folder, **k: flodl_hf.AutoConfig.from_pretrained(folder, **k)),
+    "save_pretrained": (keywords.SAVE, ExportError, lambda folder, **k: load(folder).save_pretrained(**{"folder": folder.parent / "out", **k})),
 }  # fmt: skip
 
 

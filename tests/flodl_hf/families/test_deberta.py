@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from flodl.errors import CheckpointError
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import named
+from flodl_hf.heads.auto import head_named
 from flodl_hf.nn.layers.norms import StepwiseNorm
 from flodl_hf.nn.layers.parts import part_of, split
 from flodl_hf.parity.cell import settings_of

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from flodl.errors import ConfigError
-from flodl_hf.auto import (
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.families.deberta_v2 import FAMILY
+from flodl_hf.heads.auto import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from flodl_hf.checkpoints.config.model_config import ModelConfig
-from flodl_hf.families.deberta_v2 import FAMILY
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.attention.disentangled.positions import table_rows
 from flodl_hf.nn.layout.layouts import Packed, Padded

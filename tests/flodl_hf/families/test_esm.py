@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from flodl.errors import CheckpointError
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.export.engine import export_onnx, export_program
 from flodl_hf.families import named
+from flodl_hf.heads.auto import head_named
 from flodl_hf.nn.layout.layouts import Packed, Padded
 from flodl_hf.parity.cell import settings_of
 from flodl_hf.tokenization.tokenizer import Tokenizer

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flodl.errors import ConfigError
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
+from flodl_hf.heads.auto import head_named
 from flodl_hf.training.demo import learn_vocabulary
 
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]

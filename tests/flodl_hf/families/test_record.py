@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from flodl_hf import AutoConfig, load
 from flodl_hf import families as known
-from flodl_hf.auto import head_named
 from flodl_hf.errors import CheckpointError
 from flodl_hf.families import bert, register
 from flodl_hf.families.schema import PassthroughTensor
+from flodl_hf.heads.auto import head_named
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from flodl.errors import ConfigError
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import head_named
 from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
 
 Tensors = dict[str, torch.Tensor]

@@ -31,8 +31,8 @@ def starts(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     """Untrained two-layer encoders of three families, with one tokenizer."""
     import torch
 
-    from flodl_hf.auto import head_named
     from flodl_hf.checkpoints.config.model_config import ModelConfig
+    from flodl_hf.heads.auto import head_named
 
     tokenizer, found = demo.learn_vocabulary(), {"base": base}
     for family, head in (("bert", "pretraining"), ("albert", "pretraining"), ("electra", "replaced_tokens")):

@@ -4,7 +4,7 @@ import pytest
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf.jobs.columns import ColumnArgs, choose_columns
-from flodl_hf.readers.columns import Columns, infer_columns
+from flodl_hf.tokenization.readers.columns import Columns, infer_columns
 from flodl_hf.training.choices import choice_columns
 from flodl_hf.training.vectors.tables import read_table
 

@@ -16,8 +16,8 @@ from flodl.data import Where
 from flodl.data.rng import Rng
 from flodl.errors import ConfigError
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import head_named
 from flodl_hf.training import finetune
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options

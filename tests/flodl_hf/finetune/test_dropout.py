@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
+from flodl_hf.heads.auto import head_named
 from flodl_hf.training.start import set_dropout
 
 SIZES: dict[str, Any] = {

@@ -14,11 +14,11 @@ from typer import testing as typer_testing
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf import evaluate, finetune, load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.sentence.steps import Dense
 from flodl_hf.cli.app import app
 from flodl_hf.errors import PredictError
+from flodl_hf.heads.auto import head_named
 from flodl_hf.training import demo
 from flodl_hf.training.evaluators import similarity_figures
 from flodl_hf.training.report.figures import label_table

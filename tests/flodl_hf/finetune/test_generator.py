@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from flodl.data import Batch, Where
 from flodl.errors import ConfigError
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.export.verify import verify_export
+from flodl_hf.heads.auto import head_named
 from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
 from flodl_hf.training import batching, demo, dry_run, finetune
 from flodl_hf.training.generator import drawn

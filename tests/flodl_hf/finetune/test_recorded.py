@@ -18,9 +18,9 @@ from flodl.train import Warned
 from flodl.train.step import route
 from flodl.train.step.capture import flatten
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families.schema.tasks import TASKS
+from flodl_hf.heads.auto import head_named
 from flodl_hf.nn.layout.layouts import Padded
 from flodl_hf.nn.layout.segments import largest_of_texts
 from flodl_hf.training import batching, finetune

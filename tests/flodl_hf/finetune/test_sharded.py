@@ -15,8 +15,8 @@ from finetune_tables import labelled, lines
 from flodl.distributed import sharded
 from flodl.train import StepDone, Trainer, sgd
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import head_named
 from flodl_hf.models.adapters import IA3, Lora, Prompt
 from flodl_hf.training import demo, finetune
 from flodl_hf.training.job import plan_job

@@ -159,7 +159,7 @@ def test_lines_end_to_end_fill_every_row_and_lose_nothing(length: int, count: in
 
 
 def test_lines_end_to_end_need_a_length_that_leaves_room(base: Path) -> None:
-    from flodl_hf.readers.columns import Columns
+    from flodl_hf.tokenization.readers.columns import Columns
     from flodl_hf.training.masked import MaskedTask
     from flodl_hf.training.task import LengthLimits
 

@@ -13,7 +13,7 @@ import pytest
 from finetune_tables import labelled
 
 import flodl_hf
-from flodl_hf.readers import files, rows
+from flodl_hf.tokenization.readers import files, rows
 
 typer_testing = pytest.importorskip("typer.testing")
 

@@ -40,7 +40,7 @@ def test_langchain(encoder: str, cross_encoder: str, vectors: np.ndarray, scores
     from langchain_core.documents import Document
     from langchain_core.vectorstores import InMemoryVectorStore
 
-    from flodl_hf.integrations.langchain import FlodlCrossEncoder, FlodlEmbeddings, FlodlReranker
+    from flodl_hf.compat.langchain import FlodlCrossEncoder, FlodlEmbeddings, FlodlReranker
 
     embeddings = FlodlEmbeddings(encoder)
     check("langchain Embeddings", embeddings.embed_documents(TEXTS), vectors)
@@ -59,7 +59,7 @@ def test_langchain_reranker_of_the_library(cross_encoder: str, scores: np.ndarra
     from langchain_classic.retrievers.document_compressors import CrossEncoderReranker
     from langchain_core.documents import Document
 
-    from flodl_hf.integrations.langchain import FlodlCrossEncoder
+    from flodl_hf.compat.langchain import FlodlCrossEncoder
 
     reranker = CrossEncoderReranker(model=FlodlCrossEncoder(cross_encoder), top_n=1)
     found = reranker.compress_documents([Document(text) for text in TEXTS], "food")
@@ -70,7 +70,7 @@ def test_llama_index(encoder: str, cross_encoder: str, vectors: np.ndarray, scor
     pytest.importorskip("llama_index.core")
     from llama_index.core.schema import NodeWithScore, TextNode
 
-    from flodl_hf.integrations.llama_index import FlodlEmbedding, FlodlReranker
+    from flodl_hf.compat.llama_index import FlodlEmbedding, FlodlReranker
 
     embedding = FlodlEmbedding(encoder)
     check("llama-index embedding", embedding.get_text_embedding_batch(TEXTS), vectors)
@@ -82,7 +82,7 @@ def test_llama_index(encoder: str, cross_encoder: str, vectors: np.ndarray, scor
 
 def test_haystack(encoder: str, cross_encoder: str, vectors: np.ndarray, scores: np.ndarray, check: Any) -> None:
     haystack = pytest.importorskip("haystack")
-    from flodl_hf.integrations.haystack import FlodlDocumentEmbedder, FlodlRanker, FlodlTextEmbedder
+    from flodl_hf.compat.haystack import FlodlDocumentEmbedder, FlodlRanker, FlodlTextEmbedder
 
     documents = [haystack.Document(content=text) for text in TEXTS]
     pipeline = haystack.Pipeline()
@@ -101,7 +101,7 @@ def test_haystack(encoder: str, cross_encoder: str, vectors: np.ndarray, scores:
 
 def test_chroma(encoder: str, vectors: np.ndarray, check: Any) -> None:
     chromadb = pytest.importorskip("chromadb")
-    from flodl_hf.integrations.chroma import FlodlEmbeddingFunction
+    from flodl_hf.compat.chroma import FlodlEmbeddingFunction
 
     function = FlodlEmbeddingFunction(encoder)
     check("chroma", function(TEXTS), vectors)
@@ -115,7 +115,7 @@ def test_chroma(encoder: str, vectors: np.ndarray, check: Any) -> None:
 def test_setfit(encoder: str, vectors: np.ndarray, check: Any, tmp_path: Path) -> None:
     setfit = pytest.importorskip("setfit")
     datasets = pytest.importorskip("datasets")
-    from flodl_hf.integrations.setfit import setfit_model
+    from flodl_hf.compat.setfit import setfit_model
 
     model = setfit_model(str(GOLDEN / "bert-base"), labels=["low", "high"])
     check("setfit body", setfit_model(encoder).encode(TEXTS, show_progress_bar=False), vectors)
@@ -131,7 +131,7 @@ def test_setfit(encoder: str, vectors: np.ndarray, check: Any, tmp_path: Path) -
 
 def test_spacy() -> None:
     spacy = pytest.importorskip("spacy")
-    import flodl_hf.integrations.spacy
+    import flodl_hf.compat.spacy
 
     nlp = spacy.blank("en")
     nlp.add_pipe("flodl_ner", config={"model": str(GOLDEN / "bert-token_classification")})
@@ -152,7 +152,7 @@ def test_sklearn(encoder: str, vectors: np.ndarray, check: Any) -> None:
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
 
-    from flodl_hf.integrations.sklearn import TextClassifier, TextVectors
+    from flodl_hf.compat.sklearn import TextClassifier, TextVectors
 
     check("scikit-learn", TextVectors(encoder).fit_transform(TEXTS), vectors)
     labels = ["a", "b", "a", "b", "a"]

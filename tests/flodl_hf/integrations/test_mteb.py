@@ -71,8 +71,8 @@ def test_encoder(encoder: str) -> None:
     st = pytest.importorskip("sentence_transformers", minversion="6.0")
     from mteb.models.sentence_transformer_wrapper import SentenceTransformerEncoderWrapper
 
-    from flodl_hf.integrations.mteb import FlodlEncoder
-    from flodl_hf.sentence_transformers import SentenceTransformer
+    from flodl_hf.compat.mteb import FlodlEncoder
+    from flodl_hf.compat.sentence_transformers import SentenceTransformer
 
     reference = st.SentenceTransformer(encoder, device="cpu")
     compare(FlodlEncoder(encoder, device="cpu"), SentenceTransformerEncoderWrapper(reference), tasks())
@@ -84,7 +84,7 @@ def test_cross_encoder(cross_encoder: str) -> None:
     st = pytest.importorskip("sentence_transformers", minversion="6.0")
     from mteb.models.sentence_transformer_wrapper import CrossEncoderWrapper
 
-    from flodl_hf.integrations.mteb import FlodlCrossEncoder
+    from flodl_hf.compat.mteb import FlodlCrossEncoder
 
     reference = st.CrossEncoder(cross_encoder, device="cpu")
     for query in QUERIES:

@@ -1,4 +1,4 @@
-"""flodl_hf.transformers beside transformers: pipelines, tokenizers, Trainer, and libraries that check these classes."""
+"""flodl_hf.compat.transformers beside transformers: pipelines, tokenizers, Trainer, and libraries that check these classes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def transformers() -> Any:
 
 @pytest.fixture
 def ours(transformers: Any) -> Any:
-    import flodl_hf.transformers
+    import flodl_hf.compat.transformers
 
-    return flodl_hf.transformers
+    return flodl_hf.compat.transformers
 
 
 def numbers(value: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""flodl_hf.sentence_transformers beside sentence-transformers: vectors, scores, attributes, training, other libraries."""
+"""flodl_hf.compat.sentence_transformers beside sentence-transformers: vectors, scores, attributes, training, other libraries."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def st() -> Any:
 
 @pytest.fixture
 def ours(st: Any) -> Any:
-    import flodl_hf.sentence_transformers
+    import flodl_hf.compat.sentence_transformers
 
-    return flodl_hf.sentence_transformers
+    return flodl_hf.compat.sentence_transformers
 
 
 def test_missing_library_is_explained() -> None:
     code = """
 import sys
 sys.modules["sentence_transformers"] = None
-from flodl_hf.sentence_transformers import CrossEncoder
+from flodl_hf.compat.sentence_transformers import CrossEncoder
 try:
     CrossEncoder("model")
 except ImportError as error:

@@ -23,7 +23,7 @@ def run(callback: Any, **options: Any) -> Any:
 
 def test_optuna_prunes_a_run() -> None:
     optuna = pytest.importorskip("optuna")
-    from flodl_hf.integrations.tuning import OptunaPruning
+    from flodl_hf.compat.tuning import OptunaPruning
 
     class After(optuna.pruners.BasePruner):
         """Prunes the second trial after its second evaluation."""
@@ -46,7 +46,7 @@ def test_optuna_prunes_a_run() -> None:
 
 def test_ray_tune_receives_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune = pytest.importorskip("ray.tune")
-    from flodl_hf.integrations.tuning import RayReport
+    from flodl_hf.compat.tuning import RayReport
 
     reported: list[dict[str, Any]] = []
     monkeypatch.setattr(tune, "report", reported.append)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
+from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import cpu, cpu_features
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.models.encoder_model import EncoderModel

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import cpu, cpu_features
 from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.nn.attention.dot_product import attend, fused

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
+from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import cpu, cpu_features
 from flodl_hf.inference.options import Precision
 from flodl_hf.inference.prepared_graph import prepared

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
+from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import RunOptions, cpu
 from flodl_hf.inference.batch import Pooled, Scores, ScoresAt, States, Work
 from flodl_hf.inference.decode.rows import TokenTable

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf.auto import load
+from flodl_hf.heads.auto import load
 from flodl_hf.inference import cuda_warmup
 from flodl_hf.inference.cuda_warmup import Warming
 from flodl_hf.models import pretrained

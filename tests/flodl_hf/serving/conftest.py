@@ -50,6 +50,6 @@ def http(served: tuple[str, Any]) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def local(folders: dict[str, Path]) -> dict[str, Any]:
     """The same models here."""
-    from flodl_hf.auto import load
+    from flodl_hf.heads.auto import load
 
     return {name: load(path) for name, path in folders.items()}

@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import head_named
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
 # What a batch of neighbours may change, on the sizes of these models in float32.

@@ -15,7 +15,7 @@ import torch
 from serving_models import TEXTS, write
 
 from flodl.errors import ConfigError
-from flodl_hf.auto import load
+from flodl_hf.heads.auto import load
 from flodl_hf.models.adapters import IA3, Lora, Prefix
 from flodl_hf.serving.adapters import find_adapters
 from flodl_hf.serving.log import Log

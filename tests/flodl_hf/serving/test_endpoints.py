@@ -17,9 +17,9 @@ import pytest
 from serving_models import write
 from typer.testing import CliRunner
 
-from flodl_hf.auto import load
 from flodl_hf.cli.app import app
 from flodl_hf.errors import PredictError
+from flodl_hf.heads.auto import load
 from flodl_hf.parity import onnx_session
 from flodl_hf.parity.endpoint_checks import Report, TargetError, verify_endpoint
 from flodl_hf.parity.endpoint_checks.targets import HttpTarget

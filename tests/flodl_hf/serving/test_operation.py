@@ -412,7 +412,7 @@ def test_what_is_said_of_the_server_needs_no_torch() -> None:
 def test_several_processes_of_a_device(folders: dict[str, Path]) -> None:
     import httpx
 
-    from flodl_hf.auto import load
+    from flodl_hf.heads.auto import load
 
     settings = Settings(models=(Served("embed", str(folders["embed"])),), devices=("cpu",), workers=2)
     texts = [f"the cat sat on the mat {'and ran ' * i}" for i in range(40)]

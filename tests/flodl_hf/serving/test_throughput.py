@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import head_named
 from flodl_hf.nn.backends import cpu_products
 from flodl_hf.serving.throughput import TokenRate, measure_peak, operations_of_token
 

@@ -142,8 +142,8 @@ print(json.dumps([before, taken, same, len(list(model.parameters()))]))
 
 
 def test_a_new_process_reads_weights_while_it_imports_torch(tmp_path: Path) -> None:
-    from flodl_hf.auto import head_named
     from flodl_hf.checkpoints.config.model_config import ModelConfig
+    from flodl_hf.heads.auto import head_named
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from flodl.errors import CheckpointError
 from flodl_hf import load
-from flodl_hf.auto import head_named
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.heads.auto import head_named
 from flodl_hf.nn.layers.parts import join, joined, named_part, part_of, products, split
 
 

@@ -5,12 +5,11 @@ cells    delimiter, header and column names of CSV and TSV files
 columns  which columns contain the text, the labels, the question
 faults   faults of a file, raised as one error
 files    rows of any source, CoNLL and SQuAD included
-path_checks  checks of paths before anything is read or written
 rows     rows of a file in order, read some at a time or skipped
 targets  the kind of the labels of a column, and their numbers
 """
 
-from flodl_hf.readers.files import Table, load_rows
-from flodl_hf.readers.targets import Targets, infer_targets
+from flodl_hf.tokenization.readers.files import Table, load_rows
+from flodl_hf.tokenization.readers.targets import Targets, infer_targets
 
 __all__ = ["Table", "Targets", "infer_targets", "load_rows"]

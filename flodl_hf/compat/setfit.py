@@ -9,7 +9,7 @@ from typing import Any
 from setfit import SetFitModel
 from sklearn.linear_model import LogisticRegression
 
-from flodl_hf.integrations.sentence_transformers import SentenceTransformer
+from flodl_hf.compat.sentence_transformers_classes import SentenceTransformer
 
 __all__ = ["setfit_model"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin, TransformerMixin
 
-from flodl_hf.integrations import model_of
+from flodl_hf.compat import model_of
 
 __all__ = ["TextClassifier", "TextVectors"]
 

@@ -14,7 +14,7 @@ from spacy.language import Language
 from spacy.tokens import Doc
 from spacy.util import filter_spans, minibatch
 
-from flodl_hf.integrations import model_of
+from flodl_hf.compat import model_of
 
 __all__ = ["EntityComponent", "TextCategoryComponent"]
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unp
 
 from flodl.errors import CheckpointError, ConfigError, printable
 from flodl.garbage_collection import gc_paused
+from flodl_hf.checkpoints.keywords import LOAD, accept_keywords
 from flodl_hf.checkpoints.weights.prefetch import prefetching
-from flodl_hf.compat.kwargs import accept_keywords
-from flodl_hf.compat.loading import LOAD
 from flodl_hf.families.schema.tasks import Task, task_named
 from flodl_hf.models.opening import FromPretrained, LoadKeywords
 

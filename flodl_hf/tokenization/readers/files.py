@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flodl.errors import DataError, nearest, printable
-from flodl_hf.readers.arrow import (
+from flodl_hf.checkpoints.path_checks import expect_file
+from flodl_hf.tokenization.readers.arrow import (
     Classes,
     is_saved_dataset,
     is_table,
@@ -18,9 +19,8 @@ from flodl_hf.readers.arrow import (
     read_saved_dataset,
     rows_of_table,
 )
-from flodl_hf.readers.faults import Faults
-from flodl_hf.readers.path_checks import expect_file
-from flodl_hf.readers.rows import Format, Lines, RowFault, format_of, open_binary, open_rows
+from flodl_hf.tokenization.readers.faults import Faults
+from flodl_hf.tokenization.readers.rows import Format, Lines, RowFault, format_of, open_binary, open_rows
 
 CHUNK_ROWS = 1024
 
@@ -140,7 +140,7 @@ def _checked(path: Path, kind: str, **options: Any) -> Iterator[dict[str, Any]]:
         rows.close()
     faults.check(
         "Correct these lines, or read a file of another layout (no header, another delimiter) with "
-        "flodl_hf.readers.load_rows."
+        "flodl_hf.tokenization.readers.load_rows."
     )
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from flodl.errors import DataError, nearest, printable
-from flodl_hf.readers.arrow import BatchRows
-from flodl_hf.readers.cells import Cells
-from flodl_hf.readers.path_checks import expect_file
+from flodl_hf.checkpoints.path_checks import expect_file
+from flodl_hf.tokenization.readers.arrow import BatchRows
+from flodl_hf.tokenization.readers.cells import Cells
 
 Format = Literal["csv", "tsv", "jsonl", "json", "text", "conll", "squad", "parquet", "arrow"]
 FORMATS = ("csv", "tsv", "jsonl", "text", "parquet", "arrow")

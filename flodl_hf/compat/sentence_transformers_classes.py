@@ -36,8 +36,8 @@ def _load_model(
     self: Any, name: str, transformer_task: str, config: Any, backend: str, is_peft_model: bool, **options: Any
 ) -> Any:
     """Load a model of this package, as a Transformer module loads transformers' model."""
-    from flodl_hf.auto import load
-    from flodl_hf.transformers import pretrained_model
+    from flodl_hf.compat.transformers import pretrained_model
+    from flodl_hf.heads.auto import load
 
     self.__class__ = original = type(self).__base__  # saved and pickled as the library's own module
     if backend != "torch" or transformer_task not in _HEADS:
@@ -101,7 +101,7 @@ class _Computed:
             texts: all strings of the call.
             options: further keywords of the call.
         """
-        from flodl_hf.transformers import PreTrained
+        from flodl_hf.compat.transformers import PreTrained
 
         own: Any = self
         backbone = getattr(own[0], "model", None)

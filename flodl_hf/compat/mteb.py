@@ -8,7 +8,7 @@ from typing import Any
 
 from mteb.models.sentence_transformer_wrapper import CrossEncoderWrapper, SentenceTransformerEncoderWrapper
 
-from flodl_hf.integrations.sentence_transformers import CrossEncoder, SentenceTransformer
+from flodl_hf.compat.sentence_transformers_classes import CrossEncoder, SentenceTransformer
 
 __all__ = ["FlodlCrossEncoder", "FlodlEncoder"]
 
@@ -19,7 +19,7 @@ class FlodlEncoder(SentenceTransformerEncoderWrapper):
     Args:
         model: a folder or a Hub repository.
         model_prompts: prompts by task or by "query" and "document"; None for the folder's.
-        **options: keywords of `flodl_hf.sentence_transformers.SentenceTransformer`.
+        **options: keywords of `flodl_hf.compat.sentence_transformers.SentenceTransformer`.
     """
 
     def __init__(self, model: str, model_prompts: dict[str, str] | None = None, **options: Any) -> None:
@@ -31,7 +31,7 @@ class FlodlCrossEncoder(CrossEncoderWrapper):
 
     Args:
         model: a folder or a Hub repository.
-        **options: keywords of `flodl_hf.sentence_transformers.CrossEncoder`.
+        **options: keywords of `flodl_hf.compat.sentence_transformers.CrossEncoder`.
     """
 
     def __init__(self, model: str, **options: Any) -> None:

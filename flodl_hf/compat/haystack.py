@@ -9,7 +9,7 @@ from typing import Any
 
 from haystack import Document, component
 
-from flodl_hf.integrations import model_of
+from flodl_hf.compat import model_of
 
 __all__ = ["FlodlDocumentEmbedder", "FlodlRanker", "FlodlTextEmbedder"]
 

@@ -18,8 +18,8 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from flodl_hf.auto.pipelines import Pipeline
-from flodl_hf.auto.pipelines import pipeline as own_pipeline
+from flodl_hf.compat.pipelines import Pipeline
+from flodl_hf.compat.pipelines import pipeline as own_pipeline
 from flodl_hf.errors import InputTypeError
 from flodl_hf.models.saving import architecture, config_text
 
@@ -68,7 +68,7 @@ class PreTrained(transformers.PreTrainedModel):
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, *args: Any, **options: Any) -> PreTrained:  # type: ignore[override]
         """Load a folder or Hub repository, with the keywords of `flodl_hf.load`."""
-        from flodl_hf.auto import load
+        from flodl_hf.heads.auto import load
 
         return pretrained_model(load(name_or_path, **options))
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["CrossEncoder", "SentenceTransformer", "SparseEncoder"]
 
 if TYPE_CHECKING:
-    from flodl_hf.integrations.sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
+    from flodl_hf.compat.sentence_transformers_classes import CrossEncoder, SentenceTransformer, SparseEncoder
 else:
     try:
-        from flodl_hf.integrations.sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
+        from flodl_hf.compat.sentence_transformers_classes import CrossEncoder, SentenceTransformer, SparseEncoder
     except ImportError as _missing:
         _REASON = _missing
 

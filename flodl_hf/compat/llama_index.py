@@ -11,7 +11,7 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
-from flodl_hf.integrations import model_of
+from flodl_hf.compat import model_of
 
 __all__ = ["FlodlEmbedding", "FlodlReranker"]
 

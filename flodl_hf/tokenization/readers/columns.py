@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from flodl.errors import DataError, capped, nearest
-from flodl_hf.readers.targets import as_numbers
+from flodl_hf.tokenization.readers.targets import as_numbers
 
 Task = Literal["sequence-classification", "token-classification", "question-answering", "masked-lm", "embedding"]
 

@@ -12,7 +12,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.embeddings import Embeddings
 from pydantic import ConfigDict
 
-from flodl_hf.integrations import model_of
+from flodl_hf.compat import model_of
 
 __all__ = ["FlodlCrossEncoder", "FlodlEmbeddings", "FlodlReranker"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.auto import load
-from flodl_hf.compat.loading import LOAD, device_of
+from flodl_hf.checkpoints.keywords import LOAD, device_of
 from flodl_hf.errors import InputTypeError, MissingKeyError, PredictError, TextTooLongError, UnknownTaskError
 from flodl_hf.families.schema.tasks import TASKS, WORDS, Task, find_task
+from flodl_hf.heads.auto import load
 from flodl_hf.heads.truncated import (
     cut_classes,
     cut_entities,

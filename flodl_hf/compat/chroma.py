@@ -8,7 +8,7 @@ from typing import Any
 
 from chromadb.api.types import Documents, EmbeddingFunction, Embeddings
 
-from flodl_hf.integrations import model_of
+from flodl_hf.compat import model_of
 
 __all__ = ["FlodlEmbeddingFunction"]
 
