@@ -10,7 +10,6 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,11 @@ SHOWN = (
     *("cache_tokens",),
     "projection",
 )
+FACTS = (
+    *("task", "model", "data", "metrics", "metric", "best_step", "steps", "batch_size", "seconds", "history", "losses"),
+    *("changes", "notes", "policy", "recorded", "summed", "tuned", "versions"),
+)
+"""Values of ``training.json``, in order."""
 MASKED = ("masked_lm", "pretraining", "replaced_tokens")
 MASKING = ("concatenate", "whole_words", "mask_probability", "generator")
 
@@ -46,26 +50,17 @@ def papers(job: Job, result: FinetuneResult, predictions: EvalPredictions | None
         result: the result of the run.
         predictions: predictions for the evaluation data, for the report.
     """
-    facts = {
-        "task": result.task,
+    own = {
         "model": job.name,
         "data": job.tables.facts,
-        "metrics": result.metrics,
         "metric": job.metric,
-        "best_step": result.best_step,
-        "steps": result.steps,
         "batch_size": job.options.batch_size,
         "seconds": round(result.seconds, 3),
-        "history": result.history,
-        "losses": result.losses,
-        "changes": result.changes,
         "notes": job.notes,
-        "policy": result.policy,
-        "recorded": None if result.recorded is None else asdict(result.recorded),
-        "summed": None if result.summed is None else asdict(result.summed),
-        "tuned": None if result.tuned is None else result.tuned.to_dict(),
         "versions": versions(),
     }
+    whole = {**result.to_dict(), **own}
+    facts = {name: whole[name] for name in FACTS}
     files = {
         "README.md": card(job, result).encode(),
         "recipe.yaml": recipe_text(result.recipe, result.changes, job.own.names).encode(),
@@ -73,26 +68,9 @@ def papers(job: Job, result: FinetuneResult, predictions: EvalPredictions | None
     }
     if not job.options.report:
         return files
-    from flodl_hf.training.report.page import Run, report_page
+    from flodl_hf.training.report.page import report_page
 
-    run = Run(
-        title=job_name(job),
-        task=result.task,
-        kind=job.task.kind,
-        labels=getattr(job.task, "names", None) or job.task.labels or (),
-        metrics=result.metrics,
-        best_step=result.best_step,
-        losses=result.losses,
-        history=result.history,
-        lengths=job.rows.lengths,
-        most=job.options.max_length or job.model.max_tokens,
-        notes=job.notes,
-        thresholds=None if result.tuned is None else result.tuned.thresholds,
-    )
-    if predictions is not None:
-        seen = {"predictions": predictions.predictions, "truth": predictions.truth, "held_out": predictions.name}
-        run = replace(run, **seen)
-    return files | {"report.html": report_page(run).encode()}
+    return files | {"report.html": report_page(job_name(job), job, result, predictions).encode()}
 
 
 def versions() -> dict[str, str]:

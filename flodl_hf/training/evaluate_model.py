@@ -137,8 +137,8 @@ def _result(
     examples = len(set(evaluation.prepared.rows.owners.tolist()))
     table = LabelTable([], [], {})
     if seen.predictions is not None and len(seen.predictions):
-        names = getattr(task, "names", None) or task.labels or ()
-        table = label_table(task.kind, seen.predictions, seen.truth, tuple(names)) or table
+        names = tuple(task.names or task.labels or ())
+        table = label_table(task.kind, seen.predictions, seen.truth, names) or table
     return EvaluationResult(
         name_of(task), figures, examples, seconds, table.labels or None, table.confusion or None, table.rows or None,
         seen.predictions, seen.truth, notes=notes,

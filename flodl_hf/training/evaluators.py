@@ -107,11 +107,9 @@ def mining_figures(vectors: Any, duplicates: Iterable[tuple[int, int]], **mining
     pairs = paraphrase_mining(vectors, **mining)
     if not pairs:
         return dict.fromkeys(names, 0.0)
-    scores = np.asarray([score for score, _, _ in pairs])
-    right = np.cumsum([(i, j) in known for _, i, j in pairs])
-    # pairs of one score are taken together
-    ends = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))
-    found = right[ends]
+    scores, ends, found = hits_above(
+        np.asarray([score for score, _, _ in pairs]), np.asarray([(i, j) in known for _, i, j in pairs])
+    )
     gained = np.diff(found, prepend=0)
     precision, recall = found / (ends + 1), found / len(known)
     f1 = np.where(gained > 0, 2 * found / (ends + 1 + len(known)), 0.0)

@@ -136,6 +136,7 @@ class Task:
         kind: kind of the loss.
         name: name of the task, if it is not that of its head.
         labels: label names in order; None if the head has no labels.
+        names: names of the classes that are evaluated, if they are not the labels.
         problem_type: value of ``problem_type`` in ``config.json``.
         main_metric: the metric that selects the best model; with a leading ``-`` if lower is better.
         per_row: whether scores are of whole rows rather than of tokens.
@@ -149,6 +150,7 @@ class Task:
     kind: Kind
     name: str = ""
     labels: Any = None
+    names: ClassVar[Any] = None
     problem_type: str | None = None
     main_metric: str
     per_row: bool = False

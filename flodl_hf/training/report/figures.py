@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flodl_hf.inference.decode.metrics import SpanF1
 from flodl_hf.tokenization.alignment import spans_of
+from flodl_hf.training.evaluators import hits_above
 
 Numbers = NDArray[Any]
 
@@ -182,16 +183,11 @@ def precision_recall(scores: Numbers, truth: Numbers) -> Curve:
         scores: ``(n,)``, more is surer.
         truth: whether each is of the class, ``(n,)``.
     """
-    order = np.argsort(-scores, kind="stable")
-    ranked, hits = scores[order], truth[order].astype(np.float64)
-    last = np.flatnonzero(np.diff(ranked, append=-np.inf))  # of equal scores all are found or none
-    found = last + 1.0
-    right = np.cumsum(hits)[last]
-    total = hits.sum()
-    precision = right / found
-    recall = right / total if total else np.full_like(right, np.nan)
-    average = float((np.diff(recall, prepend=0.0) * precision).sum()) if total else float("nan")
-    return Curve(ranked[last], precision, recall, average)
+    ranked, ends, hits = hits_above(scores, truth)
+    precision = hits / (ends + 1)
+    recall = hits / hits[-1] if hits[-1] else np.full(len(hits), np.nan)
+    average = float((np.diff(recall, prepend=0.0) * precision).sum())
+    return Curve(ranked[ends], precision, recall, average)
 
 
 def best_thresholds(scores: Numbers, truth: Numbers) -> Numbers:
@@ -217,6 +213,25 @@ def best_thresholds(scores: Numbers, truth: Numbers) -> Numbers:
         good = np.flatnonzero(f1 >= f1.max() - 1e-12)
         chosen[label] = middle[good[np.abs(middle[good] - 0.5).argmin()]]
     return chosen
+
+
+def sigmoid(logits: Any) -> Any:
+    """Return the probabilities of logits."""
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-logits))
+
+
+def f1_at(scores: Numbers, truth: Numbers, thresholds: Any) -> Numbers:
+    """Return the F1 of each label at its threshold; NaN for a label that is neither true nor predicted.
+
+    Args:
+        scores: probabilities, ``(examples, labels)``.
+        truth: whether each is of the label, ``(examples, labels)``.
+        thresholds: one for each label, or one for all.
+    """
+    predicted = scores >= np.asarray(thresholds)
+    with np.errstate(invalid="ignore"):
+        return 2 * (predicted & truth).sum(0) / (predicted.sum(0) + truth.sum(0))
 
 
 SPAN_ERRORS = ("right", "wrong_border", "wrong_label", "missed", "spurious")
@@ -294,26 +309,15 @@ def tune_thresholds(predictions: Any, labels: tuple[str, ...]) -> Tuned:
     is_binary = truth.ndim == 1
     if is_binary:
         # The probability of the second of two, as a softmax has it.
-        scores, there = _sigmoid(logits[:, 1:] - logits[:, :1]), (truth == 1)[:, None]
+        scores, there = sigmoid(logits[:, 1:] - logits[:, :1]), (truth == 1)[:, None]
     else:
-        scores, there = _sigmoid(logits), truth > 0.5
+        scores, there = sigmoid(logits), truth > 0.5
     found = [round(float(value), 6) for value in best_thresholds(scores, there)]
     named = labels[1:] if is_binary else labels
     usual, tuned = (
-        {name: _f1(scores[:, i] >= at[i], there[:, i]) for i, name in enumerate(named)}
-        for at in ([0.5] * len(named), found)
+        dict(zip(named, np.nan_to_num(f1_at(scores, there, at)).tolist(), strict=True)) for at in (0.5, found)
     )
     thresholds = dict(zip(named, found, strict=True))
     if is_binary:
         thresholds = {labels[0]: round(1 - found[0], 6), **thresholds}
     return Tuned(thresholds, usual, tuned, len(scores), predictions.name)
-
-
-def _sigmoid(logits: Any) -> Any:
-    with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-logits))
-
-
-def _f1(predicted: Any, there: Any) -> float:
-    total = int(predicted.sum()) + int(there.sum())
-    return 2 * int((predicted & there).sum()) / total if total else 0.0

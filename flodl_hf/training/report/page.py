@@ -10,12 +10,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,77 +24,58 @@ from flodl_hf.training.report.figures import (
     LabelTable,
     best_thresholds,
     calibration,
+    f1_at,
     label_table,
     precision_recall,
+    sigmoid,
     span_errors,
 )
+
+if TYPE_CHECKING:
+    from flodl_hf.training.evaluation import EvalPredictions
+    from flodl_hf.training.job import Job
+    from flodl_hf.training.report.figures import Tuned
+    from flodl_hf.training.result import FinetuneResult
 
 MOST_CLASSES = 20
 """Most classes that a table of confusions shows: the most frequent."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """Contents of a report.
+def report_page(title: str, job: Job, result: FinetuneResult, predictions: EvalPredictions | None = None) -> str:
+    """Return the report as HTML.
 
-    Attributes:
+    Args:
         title: name of the model.
-        task: the head's name.
-        kind: kind of the loss: "single_label", "multi_label", "regression", "tokens", "spans" or "words".
-        labels: names of classes, by id.
-        metrics: figures of the model that was kept.
-        best_step: its step.
-        losses: mean training loss of every step.
-        history: evaluations: ``step`` and figures.
-        lengths: tokens of each training row.
-        most: most tokens of a row; None for no bound.
-        notes: notes for the user.
-        predictions: predictions for evaluation examples; None without an evaluation.
-        truth: of the same.
-        held_out: name of the set they are of.
-        thresholds: by label, where some were chosen on these examples and are kept with the model.
+        job: the planned run.
+        result: the result of the run.
+        predictions: predictions for the evaluation data; None without an evaluation.
     """
-
-    title: str
-    task: str
-    kind: str
-    labels: Sequence[str]
-    metrics: Mapping[str, float]
-    best_step: int
-    losses: Sequence[float]
-    history: Sequence[Mapping[str, Any]]
-    lengths: Any
-    most: int | None
-    notes: Sequence[str] = ()
-    predictions: Any = None
-    truth: Any = None
-    held_out: str = ""
-    thresholds: Mapping[str, float] | None = None
-
-
-def report_page(run: Run) -> str:
-    """Return the report as HTML."""
-    style = _style()
+    style, title = _style(), escape(title)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     parts = [
-        f"<h1>{escape(run.title)}</h1>",
-        f'<p class="quiet">{escape(run.task.replace("_", " "))}; {len(run.losses):,} steps, kept is step '
-        f"{run.best_step:,}</p>",
-        _figures(run.metrics),
-        _section("Training", [_losses(run), *_evaluations(run)]),
+        f"<h1>{title}</h1>",
+        f'<p class="quiet">{escape(result.task.replace("_", " "))}; {len(result.losses):,} steps, kept is step '
+        f"{result.best_step:,}</p>",
+        _figures(result.metrics),
+        _section("Training", [_losses(result), *_evaluations(result)]),
     ]
-    if run.predictions is not None and len(run.predictions):
-        where = f" of {run.held_out}" if run.held_out else ""
-        title = f"Evaluation data: {len(run.predictions):,} example{'s' * (len(run.predictions) != 1)}{where}"
-        parts.append(_section(title, _KINDS.get(run.kind, lambda run: [])(run)))
-    parts.append(_section("Data", [_lengths(run)]))
-    if run.notes:
-        parts.append("<h2>Notes</h2><ul>" + "".join(f"<li>{escape(note)}</li>" for note in run.notes) + "</ul>")
+    if predictions is not None and len(predictions.predictions):
+        count, where = len(predictions.predictions), f" of {predictions.name}" if predictions.name else ""
+        charts = {"single_label": _single, "multi_label": _multi, "tokens": _tokens}.get(job.task.kind)
+        parts.append(
+            _section(
+                f"Evaluation data: {count:,} example{'s' * (count != 1)}{where}",
+                [] if charts is None else charts(predictions, job.task.names or job.task.labels or (), result.tuned),
+            )
+        )
+    parts.append(_section("Data", [_lengths(job.rows.lengths, job.options.max_length or job.model.max_tokens)]))
+    if job.notes:
+        parts.append("<h2>Notes</h2><ul>" + "".join(f"<li>{escape(note)}</li>" for note in job.notes) + "</ul>")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.title)}: report</title><style>{style}</style></head>"
+        f"<title>{title}: report</title><style>{style}</style></head>"
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
 
@@ -136,8 +116,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # ---- the run ---------------------------------------------------------------------------------------------
 
 
-def _losses(run: Run) -> str:
-    losses = [(float(step), value) for step, value in enumerate(run.losses, 1) if math.isfinite(value)]
+def _losses(result: FinetuneResult) -> str:
+    losses = [(float(step), value) for step, value in enumerate(result.losses, 1) if math.isfinite(value)]
     if not losses:
         return ""
     window = max(1, len(losses) // 40)
@@ -146,37 +126,38 @@ def _losses(run: Run) -> str:
         for at in range(len(losses))
     ]
     lines = {"training": losses} if window == 1 else {"training": losses, f"mean of {window} steps": smooth}
-    held = [(float(row["step"]), float(row["eval_loss"])) for row in run.history if "eval_loss" in row]
+    held = [(float(row["step"]), float(row["eval_loss"])) for row in result.history if "eval_loss" in row]
     if held:
         lines["held out"] = held
     return _figure("Loss", line_chart(lines, title="Loss of each step", across="step", up="loss"))
 
 
-def _evaluations(run: Run) -> list[str]:
-    names = [name for name in run.metrics if not name.endswith(("eval_loss", "perplexity")) and "/" not in name]
-    lines = {name: [(float(row["step"]), float(row[name])) for row in run.history if name in row] for name in names[:8]}
+def _evaluations(result: FinetuneResult) -> list[str]:
+    names = [name for name in result.metrics if not name.endswith(("eval_loss", "perplexity")) and "/" not in name]
+    lines = {
+        name: [(float(row["step"]), float(row[name])) for row in result.history if name in row] for name in names[:8]
+    }
     lines = {name: points for name, points in lines.items() if len(points) > 1}
     if not lines:
         return []
     chart = line_chart(lines, title="Metrics of evaluation data", across="step", up="metric", dots=True)
-    rows = [[str(row["step"]), *(_share(row.get(n, math.nan)) for n in lines)] for row in run.history]
+    rows = [[str(row["step"]), *(_share(row.get(n, math.nan)) for n in lines)] for row in result.history]
     return [_figure("Metrics of evaluation data", chart, table=_table(["step", *lines], rows))]
 
 
-def _lengths(run: Run) -> str:
-    lengths = np.asarray(run.lengths)
+def _lengths(lengths: Any, most: int | None) -> str:
     if not len(lengths):
         return ""
     top = int(lengths.max())
     width = max(1, -(-top // 24))
     counts = np.bincount((lengths - 1) // width)
     values = {f"{n * width + 1}-{(n + 1) * width}" if width > 1 else str(n + 1): float(c) for n, c in enumerate(counts)}
-    full = int((lengths >= run.most).sum()) if run.most else 0
+    full = int((lengths >= most).sum()) if most else 0
     caption = (
         f"{len(lengths):,} rows, {int(lengths.sum()):,} tokens; half are of {int(np.median(lengths))} tokens or fewer."
     )
-    if run.most:
-        caption += f" The maximum is {run.most:,} tokens; {full:,} rows have this length ({full / len(lengths):.1%})."
+    if most:
+        caption += f" The maximum is {most:,} tokens; {full:,} rows have this length ({full / len(lengths):.1%})."
     return _figure("Tokens of training rows", bars(values, title="Lengths", across="tokens", up="rows"), caption)
 
 
@@ -188,9 +169,9 @@ def _softmax(scores: Any) -> Any:
     return shifted / shifted.sum(-1, keepdims=True)
 
 
-def _single(run: Run) -> list[str]:
-    scores, truth = _softmax(np.asarray(run.predictions, np.float64)), np.asarray(run.truth, np.int64)
-    names = list(run.labels)
+def _single(seen: EvalPredictions, labels: Sequence[str], tuned: Tuned | None) -> list[str]:
+    scores, truth = _softmax(np.asarray(seen.predictions, np.float64)), np.asarray(seen.truth, np.int64)
+    names = list(labels)
     found: Any = label_table("single_label", scores, truth, names)
     table, shown, kept = _most_frequent(found)
     predicted, count = np.asarray(found.confusion).sum(0), len(names)
@@ -205,8 +186,8 @@ def _single(run: Run) -> list[str]:
     cells = [[name, *map(str, row)] for name, row in zip(shown, table, strict=True)]
     frequent = [1] if count == 2 else np.argsort(-np.asarray(found.confusion).sum(1), kind="stable")[:6]
     threshold = ""
-    if run.thresholds:
-        name, value = list(run.thresholds.items())[-1]
+    if tuned:
+        name, value = list(tuned.thresholds.items())[-1]
         threshold = f"<figcaption>Stored threshold of {escape(name)}: {value:.3f}, with the best F1 here.</figcaption>"
     matrix = heat_map(table, shown, title="Predictions for each label")
     return [
@@ -217,22 +198,15 @@ def _single(run: Run) -> list[str]:
     ]
 
 
-def _multi(run: Run) -> list[str]:
-    scores = 1 / (1 + np.exp(-np.asarray(run.predictions, np.float64)))
-    truth = np.asarray(run.truth) > 0.5
-    names, best = list(run.labels), best_thresholds(scores, truth)
-    rows = []
-    for i, name in enumerate(names):
-        cells = [name, f"{int(truth[:, i].sum()):,}"]
-        for threshold in (0.5, best[i]):
-            said = scores[:, i] >= threshold
-            both = 2 * int((said & truth[:, i]).sum())
-            total = int(said.sum() + truth[:, i].sum())
-            cells.append(f"{both / total:.4f}" if total else "")
-        rows.append([*cells[:3], f"{best[i]:.3f}", cells[3]])
+def _multi(seen: EvalPredictions, labels: Sequence[str], tuned: Tuned | None) -> list[str]:
+    scores, truth = sigmoid(np.asarray(seen.predictions, np.float64)), np.asarray(seen.truth) > 0.5
+    names, best = list(labels), best_thresholds(scores, truth)
+    usual, tuned_f1 = (["" if math.isnan(f1) else f"{f1:.4f}" for f1 in f1_at(scores, truth, at)] for at in (0.5, best))
+    counts = [f"{count:,}" for count in truth.sum(0)]
+    rows = list(zip(names, counts, usual, [f"{at:.3f}" for at in best], tuned_f1, strict=True))
     by_label = _table(["label", "examples", "F1 at 0.5", "best threshold", "F1 there"], rows)
     frequent = np.argsort(-truth.sum(0), kind="stable")[:6]
-    kept = " They are kept with the model." if run.thresholds else ""
+    kept = " They are kept with the model." if tuned else ""
     return [
         f'<figure><h3>By label</h3><div class="scroll">{by_label}</div><figcaption>Thresholds are chosen on these '
         f"examples, so their F1 is an upper bound.{kept}</figcaption></figure>",
@@ -241,14 +215,14 @@ def _multi(run: Run) -> list[str]:
     ]
 
 
-def _tokens(run: Run) -> list[str]:
-    counts = span_errors(run.predictions, run.truth)
+def _tokens(seen: EvalPredictions, labels: Sequence[str], _: Tuned | None) -> list[str]:
+    counts = span_errors(seen.predictions, seen.truth)
     table = _table(
         ["label", *(kind.replace("_", " ") for kind in SPAN_ERRORS)],
         [[label, *(str(row.get(kind, 0)) for kind in SPAN_ERRORS)] for label, row in counts.items()],
     )
     caption = "Each true span is counted once, with its best match; spurious spans match no true span."
-    by_word: Any = label_table("tokens", run.predictions, run.truth, run.labels)
+    by_word: Any = label_table("tokens", seen.predictions, seen.truth, labels)
     words, names, _ = _most_frequent(by_word)
     return [
         f"<figure><h3>What became of spans</h3><div class=scroll>{table}</div>"
@@ -291,10 +265,3 @@ def _curves(curves: Mapping[str, Any]) -> str:
         return ""
     chart = line_chart(lines, title="Precision over recall", across="recall", up="precision", x=(0, 1), y=(0, 1))
     return _figure("Precision and recall", chart, f"Average precision: {escape(', '.join(lines))}.")
-
-
-_KINDS: dict[str, Callable[[Run], list[str]]] = {
-    "single_label": _single,
-    "multi_label": _multi,
-    "tokens": _tokens,
-}

@@ -275,7 +275,7 @@ class MultiVectorTask(EmbeddingTask):
         late, mask = self._late, self._guides["mask"]
         filled = min((n for n in (late.query_length, self._guides["most"]) if n), default=None)
         further = {"attended": late.attended, "skipped": self._guides["skipped"], "first": late.first}
-        return CollateLate.like(usual, mask_id=mask, query_tokens=filled, **further)
+        return CollateLate.like(usual, lengths=not usual.settled, mask_id=mask, query_tokens=filled, **further)
 
     def _fitting(self, form: Any) -> list[Any]:
         return [loss for loss in self.losses if form in loss.forms]

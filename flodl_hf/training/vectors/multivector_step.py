@@ -21,20 +21,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.data import Where
-from flodl.train import Loss
 from flodl_hf.nn.layout.buckets import round_up
 from flodl_hf.training.losses import USUAL
 from flodl_hf.training.losses.pairs import Form, MarginMSELoss, VectorLoss, check_scores
-from flodl_hf.training.rows import CollateRows, TakenRows
+from flodl_hf.training.rows import TakenRows
 from flodl_hf.training.step import score
 from flodl_hf.training.vectors.step import (
     PARTS,
-    TABLE,
     CollateTexts,
     VectorObjective,
-    gather,
     max_over_ranks,
-    shares_of_ranks,
 )
 
 MAX_SCORES = 1 << 26
@@ -221,11 +217,10 @@ class CollateLate(CollateTexts):
         columns[COUNTED] = ~np.isin(columns["input_ids"], self.skipped)
         if not self.first:
             columns[COUNTED][np.cumsum(lengths[~asked]) - lengths[~asked]] = False
-        batch = CollateRows.__call__(self, TakenRows(columns, lengths[~asked], {}), where)
+        documents = TakenRows(columns, lengths[~asked], {**taken.values, PARTS: parts[:, 1:]})
+        batch = super().__call__(documents, where)
         longest = int(parts[:, 0].max())
-        if not self.settled:
-            batch["row_lengths"] = lengths[~asked].tolist()
-        elif self.mask_id is None:
+        if self.settled and self.mask_id is None:
             longest = min(round_up(longest, QUERY_STEPS, LEAST_QUERY), self.query_tokens or 1 << 30)
         if self.mask_id is not None:
             longest = self.query_tokens or longest
@@ -240,10 +235,8 @@ class CollateLate(CollateTexts):
         }
         if "token_type_ids" in taken.columns:
             queries["query_types"] = np.zeros_like(ids)
-        further = {"labels": np.asarray(taken.values["labels"])} if "labels" in taken.values else {}
-        made = {name: torch.from_numpy(value) for name, value in (queries | further).items()}
-        table = int(np.asarray(taken.values[TABLE])[0])
-        return {**batch, **made, "examples": len(parts), "width": parts.shape[1], TABLE: table}
+        made = {name: torch.from_numpy(value) for name, value in queries.items()}
+        return {**batch, **made, "width": parts.shape[1]}
 
 
 @dataclass(frozen=True)
@@ -262,24 +255,15 @@ class LateObjective(VectorObjective):
         queries, documents = _widened(queries, tokens), _widened(documents, tokens)
         return torch.cat([queries[:, None], documents.view(count, width - 1, tokens, -1)], 1)
 
-    def of(self, vectors: Tensor, batch: Any) -> Loss:
-        """Return the loss of computed vectors: a mean over the examples of this rank."""
-        loss, own = self.losses[batch[TABLE]], None
-        count, labels = len(vectors), batch.get("labels")
-        queries = vectors[:, 0, : batch["query_ids"].shape[1]]
+    def _compared(self, vectors: Tensor, batch: Any) -> list[Tensor]:
         longest = batch["input_ids"].shape[-1]
         if "cu_seqlens" in batch:
             longest = batch["longest"] if "places" in batch else max(batch["row_lengths"])
-        documents = vectors[:, 1:, :longest]
-        # half precision cannot represent small differences of similarities
-        with torch.autocast(vectors.device.type, enabled=False):
-            if self.shared and loss.in_batch:
-                shares, own = shares_of_ranks(count, vectors.device)
-                most = max_over_ranks([queries.shape[1], documents.shape[2]], vectors.device)
-                queries = gather(_widened(queries, most[0]), shares)
-                documents = gather(_widened(documents, most[1]), shares)
-                labels = labels if labels is None else gather(labels, shares)
-            return Loss.mean(loss([queries, *documents.unbind(1)], labels, own), count)
+        return [vectors[:, :1, : batch["query_ids"].shape[1]], vectors[:, 1:, :longest]]
+
+    def _alike_on_ranks(self, parts: list[Tensor]) -> list[Tensor]:
+        most = max_over_ranks([part.shape[2] for part in parts], parts[0].device)
+        return [_widened(part, tokens) for part, tokens in zip(parts, most, strict=True)]
 
     # --- texts to vectors ---------------------------------------------------------------------------------------
 

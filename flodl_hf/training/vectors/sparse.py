@@ -282,10 +282,9 @@ class SparseObjective(VectorObjective):
             found = values.masked_fill(~real, -torch.inf).max(1).values if most else (values * real).sum(1)
         return self.splade.activated(found.float()) if most else found
 
-    def _value(self, loss: Any, vectors: Tensor, labels: Tensor | None, own: slice | None, batch: Any) -> Tensor:
-        if not isinstance(loss, SpladeLoss):
-            return loss(list(vectors.unbind(1)), labels, own)
-        return loss(list(vectors.unbind(1)), labels, own, batch[STRENGTH] if self.rising else 1.0)
+    def _value(self, loss: Any, texts: list[Tensor], labels: Tensor | None, own: slice | None, batch: Any) -> Tensor:
+        penalty = {"strength": batch[STRENGTH] if self.rising else 1.0} if isinstance(loss, SpladeLoss) else {}
+        return loss(texts, labels, own, **penalty)
 
 
 class SparseScorer(VectorScorer):

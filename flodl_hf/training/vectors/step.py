@@ -347,31 +347,38 @@ class VectorObjective:
     def of(self, vectors: Tensor, batch: Any) -> Loss:
         """Return the loss of computed vectors: a mean over the examples of this rank."""
         loss, own = self.losses[batch[TABLE]], None
-        count = len(vectors)
-        labels = batch["guide"] if loss.by_guide else batch.get("labels")
-        there = batch.get("there")
-        if self.prompted:
-            vectors, there = vectors[:, ::2], there if there is None else there[:, ::2]
+        count, labels = len(vectors), batch["guide"] if loss.by_guide else batch.get("labels")
+        there, parts = batch.get("there"), self._compared(vectors, batch)
+        if self.prompted and there is not None:
+            there = there[:, ::2]
         # half precision cannot represent small differences of similarities
         with torch.autocast(vectors.device.type, enabled=False):
             if self.shared and loss.in_batch:
                 shares, own = shares_of_ranks(count, vectors.device)
-                vectors = gather(vectors, shares)
+                parts = [gather(part, shares) for part in self._alike_on_ranks(parts)]
                 labels = labels if labels is None else gather(labels, shares)
                 there = there if there is None else gather(there.to(vectors), shares) > 0
             if there is not None:
                 loss = partial(loss, there=there.to(vectors.device))
-            value = self._value(loss, vectors, labels, own, batch)
+            value = self._value(loss, [text for part in parts for text in part.unbind(1)], labels, own, batch)
         return Loss.mean(value, count)
+
+    def _compared(self, vectors: Tensor, batch: Any) -> list[Tensor]:
+        """Return the vectors that the loss takes, each part ``(examples, texts, ...)``."""
+        return [vectors[:, ::2] if self.prompted else vectors]
+
+    def _alike_on_ranks(self, parts: list[Tensor]) -> list[Tensor]:
+        """Return the parts with the sizes that they have on all ranks."""
+        return parts
 
     def by_row(self, vectors: Tensor, batch: Any) -> Tensor:
         """Return the vectors that metrics are computed from."""
         return vectors[:, 1::2] if self.prompted else vectors
 
-    def _value(self, loss: Any, vectors: Tensor, labels: Tensor | None, own: slice | None, batch: Any) -> Tensor:
+    def _value(self, loss: Any, texts: list[Tensor], labels: Tensor | None, own: slice | None, batch: Any) -> Tensor:
         if self.layers:
-            return loss([list(layer.unbind(1)) for layer in vectors.unbind(2)], labels, own)
-        return loss(list(vectors.unbind(1)), labels, own)
+            return loss([list(layer) for layer in zip(*(text.unbind(1) for text in texts), strict=True)], labels, own)
+        return loss(texts, labels, own)
 
     # --- texts to vectors ---------------------------------------------------------------------------------------
 

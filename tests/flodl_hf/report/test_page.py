@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from flodl_hf.training.report.page import Run, report_page
+from flodl_hf.training.evaluation import EvalPredictions
+from flodl_hf.training.report.page import report_page
 
 EVIL = "</script><script>alert(1)</script>"
 VOID = {"meta", "br", "img"}
@@ -76,13 +77,21 @@ def drawn(kind: str) -> dict[str, Any]:
     return {"labels": []}
 
 
-def run_of(kind: str) -> Run:
+def page_of(kind: str, **changes: Any) -> str:
+    """Return the page of a run with a kind of loss."""
     history = [{"step": 5 * n, "epoch": n, "eval_loss": 1 / n, "accuracy": 1 - 1 / (n + 1)} for n in (1, 2, 3)]
-    return Run(
-        title=f"model {EVIL}", task="some_task", kind=kind, metrics={"accuracy": 0.75, "eval_loss": 0.3}, best_step=15,
-        losses=[2 / (n + 1) for n in range(15)] + [float("nan")], history=history, lengths=np.array([3, 9, 12, 12]), most=12,
-        notes=[EVIL], **drawn(kind),
+    values = {"predictions": None, "truth": None, **drawn(kind), **changes}
+    job: Any = SimpleNamespace(
+        task=SimpleNamespace(kind=kind, names=None, labels=values["labels"]), notes=[EVIL],
+        rows=SimpleNamespace(lengths=np.array([3, 9, 12, 12])), options=SimpleNamespace(max_length=12),
     )  # fmt: skip
+    result: Any = SimpleNamespace(
+        task="some_task", metrics={"accuracy": 0.75, "eval_loss": 0.3}, best_step=15, history=history, tuned=None,
+        losses=[2 / (n + 1) for n in range(15)] + [float("nan")],
+    )  # fmt: skip
+    has_any = values["predictions"] is not None
+    seen = EvalPredictions("", values["predictions"], values["truth"]) if has_any else None
+    return report_page(f"model {EVIL}", job, result, seen)
 
 
 KINDS = {
@@ -97,7 +106,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_page(kind: str) -> None:
-    page = report_page(run_of(kind))
+    page = page_of(kind)
     found = checked(page)
     assert found.faults == []
     assert found.open == []
@@ -115,7 +124,11 @@ def test_a_page(kind: str) -> None:
 
 
 def test_a_run_without_anything() -> None:
-    page = report_page(Run("empty", "masked_lm", "words", (), {}, 0, [], [], np.zeros(0), None))
+    job: Any = SimpleNamespace(
+        rows=SimpleNamespace(lengths=np.zeros(0)), options=SimpleNamespace(max_length=12), notes=[]
+    )
+    result: Any = SimpleNamespace(task="masked_lm", metrics={}, best_step=0, losses=[], history=[])
+    page = report_page("empty", job, result)
     assert checked(page).faults == []
     assert "There was no evaluation data" in page
 
@@ -140,9 +153,9 @@ def test_it_is_written_beside_the_model(tmp_path: Path) -> None:
 
 
 def test_a_label_without_examples_has_no_figures_and_no_curve() -> None:
-    run = replace(run_of("single_label"), labels=["a", "b"], predictions=np.array([[0.2, 0.9]]), truth=np.array([1]))
-    page = report_page(run)
+    one: dict[str, Any] = {"predictions": np.array([[0.2, 0.9]])}
+    page = page_of("single_label", labels=["a", "b"], truth=np.array([1]), **one)
     assert "Evaluation data: 1 example</h2>" in page
     assert "<td>a</td><td>–</td><td>–</td><td>–</td><td>0</td>" in page
     assert "nan" not in page
-    assert report_page(replace(run, labels=["b", "a"], truth=np.array([0]))).count("<svg") < page.count("<svg")
+    assert page_of("single_label", labels=["b", "a"], truth=np.array([0]), **one).count("<svg") < page.count("<svg")
