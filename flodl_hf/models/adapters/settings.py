@@ -100,10 +100,12 @@ def _with_words(words: Mapping[str, KeywordAlias]) -> Callable[[K], K]:
         translated = accept_keywords(words, ConfigError)(made)
 
         @wraps(made)
-        def init(self: Any, *args: Any, **given: Any) -> None:
-            if "r" in given and not {"alpha", "lora_alpha"} & given.keys():
-                given = {**given, "lora_alpha": PEFT_ALPHA}
-            translated(self, *args, **given)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            # The order of a set differs from process to process, and with it the identity of a run.
+            kwargs = {name: tuple(sorted(v, key=str)) if isinstance(v, set) else v for name, v in kwargs.items()}
+            if "r" in kwargs and not {"alpha", "lora_alpha"} & kwargs.keys():
+                kwargs["lora_alpha"] = PEFT_ALPHA
+            translated(self, *args, **kwargs)
 
         kind.__init__ = init  # type: ignore[misc]
         return kind

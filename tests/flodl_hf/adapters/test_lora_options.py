@@ -12,12 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from adapted_models import moved  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import AutoModelForMaskedLM, AutoModelForSequenceClassification
+from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.families import named
 from flodl_hf.models.adapters import Lora
+from flodl_hf.parity.cell import settings_of
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 8, 11, 3]])
 BERT = "base_model.model.bert."
@@ -182,3 +186,22 @@ def test_a_head_that_shares_the_table_of_words_takes_no_part_of_it(base: Path) -
     with pytest.raises(ConfigError) as caught:
         model.add_adapter(Lora(targets=["word_embeddings"]))
     assert caught.value.problems == ["bert.embeddings.word_embeddings"]
+
+
+@pytest.mark.parametrize("options", [{"bias": "all"}, {"bias": "lora_only", "targets": "all-linear"}])
+def test_biases_beside_one_matrix_keep_their_names(options: dict[str, Any], tmp_path: Path) -> None:
+    """DeBERTa's first version stores the biases of query and value outside of the matrix that joins them."""
+    settings = settings_of(named("deberta"), "tiny")
+    model: Any = AutoModelForSequenceClassification.from_config(ModelConfig.for_model("deberta", **settings))
+    folder = model.save_pretrained(tmp_path / "base")
+    model = moved(AutoModelForSequenceClassification.from_pretrained(folder).add_adapter(Lora(**options)))
+    model.save_pretrained(tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {f"base_model.model.deberta.encoder.layer.0.attention.self.{name}_bias" for name in "qv"} <= set(stored)
+    back: Any = AutoModelForSequenceClassification.from_pretrained(folder, adapter=tmp_path / "adapter")
+    assert torch.equal(logits(back), logits(model))
+
+
+def test_sets_of_names_have_one_order() -> None:
+    names = {"value", "query", "key", "dense"}
+    assert Lora(target_modules=names).targets == Lora(targets=names).targets == tuple(sorted(names))
