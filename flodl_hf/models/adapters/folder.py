@@ -31,8 +31,9 @@ from flodl_hf.models.adapters.fresh import (
     Names,
     check_places,
     check_tables,
+    parts_of,
     prefix_parts,
-    scale_parts,
+    shapes_of,
     sites_of,
     tables_of_tokens,
 )
@@ -49,17 +50,15 @@ FILES = (CONFIG, WEIGHTS, BIN, HEAD, "checksums.json", *RECIPE_FILES)
 PREFIX = "base_model.model."
 VIRTUAL = "prompt_embeddings"
 """The tensor of virtual tokens: a vector for each, or the keys and values of all layers."""
-ENDS = {
-    ".lora_A.weight": "down",
-    ".lora_B.weight": "up",
-    ".lora_B.bias": "up_bias",
-    ".lora_embedding_A": "down",
-    ".lora_embedding_B": "up",
-    ".token_adapter.trainable_tokens_delta": "rows",
-    ".lora_magnitude_vector": "magnitude",
-    ".lora_magnitude_vector.weight": "magnitude",
-    ".ia3_l": "scales",
+LENGTHS = ".lora_magnitude_vector"
+ENDS: Mapping[type[nn.Module], Mapping[str, str]] = {
+    LoraPart: {"down": ".lora_A.weight", "up": ".lora_B.weight", "up_bias": ".lora_B.bias", "magnitude": LENGTHS},
+    TablePart: {"down": ".lora_embedding_A", "up": ".lora_embedding_B", "magnitude": LENGTHS},
+    RowsPart: {"rows": ".token_adapter.trainable_tokens_delta"},
+    ScalePart: {"scales": ".ia3_l"},
 }
+"""What names of tensors in the file end with, by kind of part and attribute."""
+ATTRIBUTES = {f"{LENGTHS}.weight": "magnitude", **{end: name for ends in ENDS.values() for name, end in ends.items()}}
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -148,7 +147,7 @@ class AdapterFolder:
         virtual = isinstance(self.settings, (Prompt, Prefix))
         for name, tensor in self.tensors.items():
             inner = name.removeprefix(self.prefix)
-            end = None if virtual else next((end for end in ENDS if inner.endswith(end)), None)
+            end = None if virtual else next((end for end in ATTRIBUTES if inner.endswith(end)), None)
             known = name == VIRTUAL if virtual else False
             if not (known or name.startswith(self.prefix)) or tensor.dtype not in FLOATS:
                 problems.append(f"{printable(name)}: {tensor.dtype}, no tensor of an adapter")
@@ -161,7 +160,7 @@ class AdapterFolder:
                 if path is None:
                     problems.append(f"{printable(name)}: the model has no such projection")
                 else:
-                    found.setdefault(path, {})[ENDS[end]] = tensor.float()
+                    found.setdefault(path, {})[ATTRIBUTES[end]] = tensor.float()
             else:
                 kept[_bare(inner)] = tensor
         parts: dict[str, Part] = {}
@@ -234,10 +233,7 @@ class AdapterFolder:
         if not found:
             problems.append(f"no tensors of {'IA3' if isinstance(settings, IA3) else 'LoRA'}")
         for path, tensors in found.items():
-            if isinstance(settings, IA3):
-                parts |= self._scales(model, sites[path], tensors, settings, problems)
-            else:
-                parts |= self._parts(model, sites[path], tensors, settings, problems)
+            parts |= self._parts(model, sites[path], tensors, settings, problems)
         return parts
 
     def _rows(
@@ -267,56 +263,25 @@ class AdapterFolder:
         return parts
 
     def _parts(
-        self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: Lora, problems: list[str]
+        self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: Lora | IA3, problems: list[str]
     ) -> dict[str, Part]:
         """Return the parts of one projection or table by our paths; problems are added to ``problems``."""
-        modules: list[Any] = [model.graph.get_submodule(path) for path in site.paths]
-        if site.is_table:
-            out, into = modules[0].embedding_dim, modules[0].num_embeddings
+        if isinstance(settings, IA3):
+            rank, scale, on_input = 0, 1.0, settings.on_input(site.theirs)
         else:
-            out, into = sum(linear.out_features for linear in modules), modules[0].in_features
-        rank = of_pattern(self.values.get("rank_pattern"), site.theirs, settings.rank)
-        alpha = of_pattern(self.values.get("alpha_pattern"), site.theirs, settings.alpha_of())
-        shapes: dict[str, tuple[int, ...]] = {"down": (rank, into), "up": (out, rank)}
-        shapes |= {"magnitude": (out,)} if settings.dora else {}
-        shapes |= {"up_bias": (out,)} if settings.lora_bias and not site.is_table else {}
+            rank = of_pattern(self.values.get("rank_pattern"), site.theirs, settings.rank)
+            alpha = of_pattern(self.values.get("alpha_pattern"), site.theirs, settings.alpha_of())
+            scale, on_input = alpha / (rank**0.5 if settings.rslora else rank), False
+        shapes = shapes_of(model.graph, site, settings, rank, on_input=on_input)
         wrong = [
-            f"{PREFIX}{site.theirs} ({name}): "
+            f"{PREFIX}{site.theirs}{'.ia3_l' if name == 'scales' else f' ({name})'}: "
             + ("missing" if name not in tensors else f"shape {tuple(tensors[name].shape)}, expected {shape}")
             for name, shape in shapes.items()
             if name not in tensors or tuple(tensors[name].shape) != shape
         ]
         wrong += [f"{PREFIX}{site.theirs} ({name}): not expected" for name in tensors if name not in shapes]
         problems += wrong
-        if wrong:
-            return {}
-        scale = alpha / (rank**0.5 if settings.rslora else rank)
-        down = nn.Parameter(tensors["down"].contiguous())
-        if site.is_table:
-            lengths = nn.Parameter(tensors["magnitude"].contiguous()) if settings.dora else None
-            return {site.paths[0]: TablePart(down, nn.Parameter(tensors["up"].contiguous()), scale, lengths)}
-        marks = [part_of(mark) for mark in site.marks] or [None]
-        found: dict[str, Part] = {}
-        for path, mark in zip(site.paths, marks, strict=True):
-            cut = {n: t if mark is None else split(t, mark) for n, t in tensors.items() if n != "down"}
-            magnitude = nn.Parameter(cut["magnitude"].clone()) if settings.dora else None
-            up_bias = nn.Parameter(cut["up_bias"].clone()) if settings.lora_bias else None
-            found[path] = LoraPart(down, nn.Parameter(cut["up"].clone()), scale, settings.dropout, magnitude, up_bias)
-        return found
-
-    def _scales(
-        self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: IA3, problems: list[str]
-    ) -> dict[str, ScalePart]:
-        """Return the scales of one projection by our paths; add problems to ``problems``."""
-        linears: list[Any] = [model.graph.get_submodule(path) for path in site.paths]
-        inside = settings.on_input(site.theirs)
-        shape = (1, linears[0].in_features) if inside else (sum(linear.out_features for linear in linears), 1)
-        held = tensors.get("scales")
-        if held is None or tuple(held.shape) != shape or len(tensors) > 1:
-            found = "missing" if held is None else f"shape {tuple(held.shape)}, expected {shape} and no other tensor"
-            problems.append(f"{PREFIX}{site.theirs}.ia3_l: {found}")
-            return {}
-        return scale_parts(site, held.flatten(), on_input=inside)
+        return {} if wrong else parts_of(site, tensors, settings, scale, on_input=on_input)
 
 
 def prefix_of(settings: Settings) -> str:

@@ -18,7 +18,7 @@ from flodl_hf.nn.adapter_layers.prompts import WORDS, BiLstmEncoder, PromptPart
 from flodl_hf.nn.adapter_layers.scaled import ScalePart
 from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
 from flodl_hf.nn.attention.prefixes import MadePrefixPart, PrefixMaker, PrefixPart, ShiftPart
-from flodl_hf.nn.layers.parts import as_whole, part_of, split
+from flodl_hf.nn.layers.parts import as_whole, join, part_of, split
 
 PREFIX_STD = 0.02
 POSITIONS = "encoder.embeddings.position"
@@ -70,7 +70,7 @@ def new_adapter(model: GraphModel, settings: Settings) -> Adapter:
         sites = chosen(model, settings, heads)
         parts = {}
         for site in sites:
-            parts |= _beside(graph, site, settings)
+            parts |= _fresh_parts(graph, site, settings)
         if isinstance(settings, Lora):
             sites += _rows(model, settings, parts)
             if settings.bias == "lora_only":
@@ -82,40 +82,85 @@ def new_adapter(model: GraphModel, settings: Settings) -> Adapter:
     return Adapter(settings, {site.theirs: site for site in sites}, parts, held, untrained)
 
 
-def _beside(graph: nn.Module, site: Site, settings: Lora | IA3) -> dict[str, Part]:
-    """Return the parts of the projections of one matrix."""
-    linears: list[Any]
-    if isinstance(settings, IA3):
-        linears = [graph.get_submodule(path) for path in site.paths]
-        inside, home = settings.on_input(*site.names), linears[0].weight.device
-        size = linears[0].in_features if inside else sum(linear.out_features for linear in linears)
-        return {**scale_parts(site, torch.ones(size, device=home), on_input=inside)}
-    rank, scale = settings.rank_of(*site.names), settings.scale_of(*site.names)
+def shapes_of(
+    graph: nn.Module, site: Site, settings: Lora | IA3, rank: int, *, on_input: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's tensors for one matrix of transformers, by the attribute of the part.
+
+    Args:
+        graph: the model's graph.
+        site: the matrix.
+        settings: the adapter's settings.
+        rank: of a low-rank sum.
+        on_input: whether scales are of inputs.
+    """
+    modules: list[Any] = [graph.get_submodule(path) for path in site.paths]
     if site.is_table:
-        return {site.paths[0]: _table(graph.get_submodule(site.paths[0]), rank, scale, settings)}
-    linears = [graph.get_submodule(path) for path in site.paths]
-    home = linears[0].weight.device
-    down = nn.Parameter(torch.empty(rank, linears[0].in_features))
-    nn.init.kaiming_uniform_(down, a=math.sqrt(5))
-    down.data = down.data.to(home)
+        out, into = modules[0].embedding_dim, modules[0].num_embeddings
+    else:
+        out, into = sum(linear.out_features for linear in modules), modules[0].in_features
+    if isinstance(settings, IA3):
+        return {"scales": (1, into) if on_input else (out, 1)}
+    shapes: dict[str, tuple[int, ...]] = {"down": (rank, into), "up": (out, rank)}
+    if settings.dora:
+        shapes["magnitude"] = (out,)
+    if settings.lora_bias and not site.is_table:
+        shapes["up_bias"] = (out,)
+    return shapes
+
+
+def parts_of(
+    site: Site, tensors: Mapping[str, Tensor], settings: Lora | IA3, scale: float, *, on_input: bool
+) -> dict[str, Part]:
+    """Return the parts of one matrix by our path, cut from tensors of the whole matrix.
+
+    Args:
+        site: the matrix.
+        tensors: in the shapes of `shapes_of`; projections share ``down``, and scales of inputs.
+        settings: the adapter's settings.
+        scale: factor of a low-rank sum.
+        on_input: whether scales are of inputs.
+    """
+    shared = {name: nn.Parameter(tensor.contiguous()) for name, tensor in tensors.items() if name == "down"}
+    if isinstance(settings, IA3):
+        tensors = {"scales": tensors["scales"].flatten()}
+        shared = {"scales": nn.Parameter(tensors["scales"].contiguous())} if on_input else {}
     parts: dict[str, Part] = {}
-    for path, linear in zip(site.paths, linears, strict=True):
-        up = nn.Parameter(torch.zeros(linear.out_features, rank, device=home))
-        magnitude = None
-        if settings.dora:
-            magnitude = nn.Parameter(torch.linalg.norm(linear.weight.detach().float(), dim=1))
-        up_bias = nn.Parameter(torch.zeros(linear.out_features, device=home)) if settings.lora_bias else None
-        parts[path] = LoraPart(down, up, scale, settings.dropout, magnitude, up_bias)
+    for path, part in zip(site.paths, [part_of(mark) for mark in site.marks] or [None], strict=True):
+        own = shared | {
+            name: nn.Parameter((tensor if part is None else split(tensor, part)).clone())
+            for name, tensor in tensors.items()
+            if name not in shared
+        }
+        if isinstance(settings, IA3):
+            parts[path] = ScalePart(own["scales"], on_input, site.bias_apart)
+        elif site.is_table:
+            parts[path] = TablePart(scale=scale, **own)
+        else:
+            parts[path] = LoraPart(scale=scale, dropout=settings.dropout, **own)
     return parts
 
 
-def _table(table: Any, rank: int, scale: float, settings: Lora) -> TablePart:
-    """Return the part of an embedding table: as in peft, ``down`` is zero and ``up`` is drawn."""
-    weight = table.weight.detach()
-    down = nn.Parameter(weight.new_zeros(rank, table.num_embeddings, dtype=torch.float32))
-    up = nn.Parameter(torch.randn(table.embedding_dim, rank).to(weight.device))
-    lengths = nn.Parameter(torch.linalg.norm(weight.float(), dim=0)) if settings.dora else None
-    return TablePart(down, up, scale, lengths)
+def _fresh_parts(graph: nn.Module, site: Site, settings: Lora | IA3) -> dict[str, Part]:
+    """Return the parts of one matrix with their first values."""
+    modules: list[Any] = [graph.get_submodule(path) for path in site.paths]
+    if isinstance(settings, IA3):
+        rank, scale, on_input = 0, 1.0, settings.on_input(*site.names)
+    else:
+        rank, scale, on_input = settings.rank_of(*site.names), settings.scale_of(*site.names), False
+    shapes = shapes_of(graph, site, settings, rank, on_input=on_input)
+    tensors = {name: torch.ones(shape) if name == "scales" else torch.zeros(shape) for name, shape in shapes.items()}
+    if site.is_table:
+        tensors["up"] = torch.randn(shapes["up"])
+    elif "down" in tensors:
+        nn.init.kaiming_uniform_(tensors["down"], a=math.sqrt(5))
+    if "magnitude" in tensors:
+        lengths = [torch.linalg.norm(m.weight.detach().float(), dim=0 if site.is_table else 1) for m in modules]
+        marks = [part for mark in site.marks if (part := part_of(mark)) is not None]
+        tensors["magnitude"] = join(lengths, marks[0].groups if marks else 1)
+    home = modules[0].weight.device
+    tensors = {name: tensor.to(home) for name, tensor in tensors.items()}
+    return parts_of(site, tensors, settings, scale, on_input=on_input)
 
 
 def _rows(model: GraphModel, settings: Lora, parts: dict[str, Part]) -> list[Site]:
@@ -214,24 +259,6 @@ def check_places(model: GraphModel, tokens: int) -> None:
             f"found {tokens} virtual tokens, and the model has {most} places; expected at most {most // 2}",
             problems=["tokens"],
         )
-
-
-def scale_parts(site: Site, scales: Tensor, *, on_input: bool) -> dict[str, ScalePart]:
-    """Return the scales of the projections of one matrix, which share the scales of inputs.
-
-    Args:
-        site: the matrix.
-        scales: of its inputs or outputs, ``(features,)``.
-        on_input: whether inputs are scaled.
-    """
-    if on_input:
-        shared = nn.Parameter(scales.contiguous())
-        return {path: ScalePart(shared, True) for path in site.paths}
-    marks = [part_of(mark) for mark in site.marks] or [None]
-    return {
-        path: ScalePart(nn.Parameter((scales if mark is None else split(scales, mark)).clone()), False, site.bias_apart)
-        for path, mark in zip(site.paths, marks, strict=True)
-    }
 
 
 TABLES = "encoder.embeddings."

@@ -17,15 +17,13 @@ from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG as CONFIG
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import Adapter, Site, adapters_of
-from flodl_hf.models.adapters.folder import HEAD, VIRTUAL, WEIGHTS, prefix_of
+from flodl_hf.models.adapters.folder import ENDS, HEAD, VIRTUAL, WEIGHTS, prefix_of
 from flodl_hf.models.adapters.fresh import Names
 from flodl_hf.models.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
 from flodl_hf.models.adapters.settings import IA3, Prefix, Prompt, fits
 from flodl_hf.models.saving import Contents, model_contents, write_contents
-from flodl_hf.nn.adapter_layers.lora import LoraPart
 from flodl_hf.nn.adapter_layers.prompts import WORDS, PromptPart
-from flodl_hf.nn.adapter_layers.scaled import ScalePart
-from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
+from flodl_hf.nn.adapter_layers.tables import RowsPart
 from flodl_hf.nn.attention.prefixes import PrefixPart
 from flodl_hf.nn.layers.parts import join, joined, part_of
 
@@ -40,34 +38,17 @@ def stored_adapter(model: GraphModel, adapter: Adapter) -> dict[str, Tensor]:
     if (virtual := _virtual(adapter)) is not None:
         found[VIRTUAL] = virtual
     for site in adapter.sites.values():
-        place = prefix + site.theirs
-        table = adapter.parts[site.paths[0]]
-        if isinstance(table, RowsPart):
-            found[f"{place}.token_adapter.trainable_tokens_delta"] = table.rows.detach()
-            continue
-        if isinstance(table, TablePart):
-            found[f"{place}.lora_embedding_A"] = table.down.detach()
-            found[f"{place}.lora_embedding_B"] = table.up.detach()
-            if table.magnitude is not None:
-                found[f"{place}.lora_magnitude_vector"] = table.magnitude.detach()
-            continue
-        marks = [part_of(mark) for mark in site.marks]
-        groups = marks[0].groups if marks and marks[0] is not None else 1
-        scales = [part for path in site.paths if isinstance(part := adapter.parts[path], ScalePart)]
-        if scales:
-            inside = scales[0].on_input
-            whole = scales[0].scales if inside else join([part.scales.detach() for part in scales], groups)
-            found[f"{place}.ia3_l"] = whole.detach().view((1, -1) if inside else (-1, 1))
-            continue
-        parts = [part for path in site.paths if isinstance(part := adapter.parts[path], LoraPart)]
-        found[f"{place}.lora_A.weight"] = parts[0].down.detach()
-        found[f"{place}.lora_B.weight"] = join([part.up.detach() for part in parts], groups)
-        biases = [part.up_bias.detach() for part in parts if part.up_bias is not None]
-        if biases:
-            found[f"{place}.lora_B.bias"] = join(biases, groups)
-        lengths = [part.magnitude.detach() for part in parts if part.magnitude is not None]
-        if lengths:
-            found[f"{place}.lora_magnitude_vector"] = join(lengths, groups)
+        parts: list[Any] = [adapter.parts[path] for path in site.paths]
+        marks = [part for mark in site.marks if (part := part_of(mark)) is not None]
+        on_input = getattr(parts[0], "on_input", False)
+        for name, end in ENDS[type(parts[0])].items():
+            tensors = [tensor.detach() for part in parts if (tensor := getattr(part, name)) is not None]
+            if tensors:
+                shared = name == "down" or on_input
+                whole = tensors[0] if shared else join(tensors, marks[0].groups if marks else 1)
+                found[prefix + site.theirs + end] = whole
+                if name == "scales":
+                    found[prefix + site.theirs + end] = whole.view((1, -1) if on_input else (-1, 1))
     kept = joined({names.theirs(ours): value.detach() for ours, value in adapter.kept.items()})
     for theirs, value in kept.items():
         module, _, leaf = theirs.rpartition(".")
