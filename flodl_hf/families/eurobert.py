@@ -36,7 +36,7 @@ from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes, rota
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
 from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, MeanToken, chain, stack
+from flodl_hf.nn.encoder.graphs import Embeddings, MeanToken, chain, pooled, stack
 from flodl_hf.nn.layers.activations import Activation
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
@@ -150,7 +150,7 @@ def classifier(c: EuroBertConfig, num_labels: int) -> Graph:
     if c.pooling == "late":
         flow = FlowBuilder(dense, name="dense").input("layout")
     else:
-        flow = task_heads.pooled("mean" if c.pooling == "mean" else "cls").through(dense, name="dense")
+        flow = pooled("mean" if c.pooling == "mean" else "cls").through(dense, name="dense")
     flow = flow.through(Activation("gelu"), name="activation").through(scores, name="classifier")
     return (flow.through(MeanToken(), name="mean").using("layout") if c.pooling == "late" else flow).build()
 

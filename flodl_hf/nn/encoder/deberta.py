@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flodl_hf.nn.encoder.graphs import Embeddings
 from flodl_hf.nn.layers.activations import Activation
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.layouts import Layout
 
 
-class MaskedEmbeddings(nn.Module):
+class MaskedEmbeddings(Embeddings):
     """Words, positions and token types summed, widened, normalised, zeroed where padding is, and dropped.
 
     Args:
@@ -23,32 +24,17 @@ class MaskedEmbeddings(nn.Module):
         hidden_size: width of the states; another than ``size`` adds a projection.
         norm_eps: epsilon of the layer norm.
         dropout: probability of dropping a value, in [0, 1).
-        max_positions: rows of the position table; 0 for none.
-        type_vocab_size: rows of the token type table; 0 for none.
-        pad_token_id: the word row that gets no gradient; None for none.
         norm: which layer norm.
+        **tables: as of `Embeddings`.
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        size: int,
-        hidden_size: int,
-        norm_eps: float,
-        dropout: float,
-        *,
-        max_positions: int = 0,
-        type_vocab_size: int = 0,
-        pad_token_id: int | None = None,
-        norm: type[nn.LayerNorm] = nn.LayerNorm,
-    ) -> None:
-        super().__init__()
-        self.word = nn.Embedding(vocab_size, size, padding_idx=pad_token_id)
-        self.position = nn.Embedding(max_positions, size) if max_positions else None
-        self.token_type = nn.Embedding(type_vocab_size, size) if type_vocab_size else None
+        self, vocab_size: int, size: int, hidden_size: int, norm_eps: float, dropout: float, *,
+        norm: type[nn.LayerNorm] = nn.LayerNorm, **tables: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(vocab_size, size, None, dropout, **tables)
         self.projection = nn.Linear(size, hidden_size, bias=False) if size != hidden_size else None
         self.norm = norm(hidden_size, eps=norm_eps)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(
         self,
@@ -59,19 +45,23 @@ class MaskedEmbeddings(nn.Module):
     ) -> Tensor:
         """Return the embedded tokens, ``(..., hidden)``. Absent ``token_type_ids`` are zeros."""
         assert layout is not None
+        assert self.norm is not None
+        states = self.summed(input_ids, token_type_ids, position_ids, layout)
+        states = self.norm(states if self.projection is None else self.projection(states))
+        keep = layout.keep(states)
+        return self.dropout(states if keep is None else states * keep.to(states.dtype))
+
+    def summed(
+        self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None, layout: Layout
+    ) -> Tensor:
+        """Return the sum of a token's embeddings, ``(..., size)``: positions before token types, as the reference."""
         states = self.word(input_ids)
         if self.position is not None:
             states = states + self.position(layout.positions(input_ids) if position_ids is None else position_ids)
         if self.token_type is not None:
             zeros = input_ids.new_zeros(()).expand_as(input_ids)
             states = states + self.token_type(zeros if token_type_ids is None else token_type_ids)
-        if self.projection is not None:
-            states = self.projection(states)
-        states = self.norm(states)
-        keep = layout.keep(states)
-        if keep is not None:
-            states = states * keep.to(states.dtype)
-        return self.dropout(states)
+        return states
 
 
 class Convolution(nn.Module):

@@ -232,13 +232,32 @@ def chain(
     return (flow if norm is None else flow.through(norm, name="norm")).build()
 
 
+def sequence(flow: FlowBuilder | None = None, /, **modules: nn.Module | None) -> Graph:
+    """Return modules in sequence, named by their keywords, with the input ``layout``.
+
+    Args:
+        flow: what comes before them; None to begin with the states.
+        **modules: None for a module that is omitted.
+    """
+    for name, module in modules.items():
+        if module is not None:
+            flow = flow.through(module, name=name) if flow else FlowBuilder(module, name=name).input("layout")
+    assert flow is not None
+    return flow.build()
+
+
+def pooled(pooling: str) -> FlowBuilder:
+    """Return the beginning of a body for whole texts: their first token's state ("cls") or the mean of all ("mean")."""
+    pool = FlowBuilder(FirstToken(), name="first") if pooling == "cls" else FlowBuilder(MeanToken(), name="mean")
+    return pool.input("layout").using("layout")
+
+
+def dropped(probability: float | None) -> nn.Dropout | None:
+    """Return a dropout; None for none."""
+    return None if probability is None else nn.Dropout(probability)
+
+
 def pooler(hidden_size: int, activation: str = "tanh", dropout: float | None = None) -> Graph:
     """Return the pooler: the first token's state through a projection and an activation."""
-    flow = FlowBuilder(FirstToken(), name="first").input("layout").using("layout")
-    if dropout is not None:
-        flow = flow.through(nn.Dropout(dropout), name="dropout")
-    return (
-        flow.through(nn.Linear(hidden_size, hidden_size), name="dense")
-        .through(Activation(activation), name="activation")
-        .build()
-    )
+    dense = nn.Linear(hidden_size, hidden_size)
+    return sequence(pooled("cls"), dropout=dropped(dropout), dense=dense, activation=Activation(activation))

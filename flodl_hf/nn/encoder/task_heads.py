@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flodl.graph import FlowBuilder, Graph
-from flodl_hf.nn.encoder.graphs import FirstToken, MeanToken
+from flodl.graph import Graph
+from flodl_hf.nn.encoder.graphs import dropped, pooled, sequence
 from flodl_hf.nn.layers.activations import Activation
 
 
@@ -25,7 +25,7 @@ class Relation(nn.Module):
 
     def __init__(self, hidden_size: int, num_labels: int, dropout: float | None = None) -> None:
         super().__init__()
-        self.dropout = None if dropout is None else nn.Dropout(dropout)
+        self.dropout = dropped(dropout)
         self.classifier = nn.Linear(hidden_size, num_labels)
 
     def forward(self, hidden: Tensor, pooled: Tensor) -> Tensor:
@@ -59,16 +59,7 @@ class Shift(nn.Module):
 
 def linear(hidden_size: int, num_labels: int, dropout: float | None, name: str = "classifier") -> Graph:
     """Return dropout (None: none) and one projection: a label score for each state."""
-    classifier = nn.Linear(hidden_size, num_labels)
-    if dropout is None:
-        return FlowBuilder(classifier, name=name).input("layout").build()
-    return FlowBuilder(nn.Dropout(dropout), name="dropout").input("layout").through(classifier, name=name).build()
-
-
-def pooled(pooling: str) -> FlowBuilder:
-    """Return the beginning of a body for whole texts: their first token's state ("cls") or the mean of all ("mean")."""
-    pool = FlowBuilder(FirstToken(), name="first") if pooling == "cls" else FlowBuilder(MeanToken(), name="mean")
-    return pool.input("layout").using("layout")
+    return sequence(dropout=dropped(dropout), **{name: nn.Linear(hidden_size, num_labels)})
 
 
 def first_token_mlp(
@@ -83,15 +74,13 @@ def first_token_mlp(
         activation: between the projections.
         dropout_out: dropout before the label projection.
     """
-    flow = FlowBuilder(FirstToken(), name="first").input("layout").using("layout")
-    if dropout_in is not None:
-        flow = flow.through(nn.Dropout(dropout_in), name="dropout_in")
-    return (
-        flow.through(nn.Linear(hidden_size, hidden_size), name="dense")
-        .through(Activation(activation), name="activation")
-        .through(nn.Dropout(dropout_out), name="dropout")
-        .through(nn.Linear(hidden_size, num_labels), name="classifier")
-        .build()
+    return sequence(
+        pooled("cls"),
+        dropout_in=dropped(dropout_in),
+        dense=nn.Linear(hidden_size, hidden_size),
+        activation=Activation(activation),
+        dropout=nn.Dropout(dropout_out),
+        classifier=nn.Linear(hidden_size, num_labels),
     )
 
 
@@ -104,25 +93,19 @@ def summary(hidden_size: int, *, projection: bool, activation: str | None, dropo
         activation: before the score; None for none.
         dropout: before the score.
     """
-    flow = pooled("cls")
-    if projection:
-        flow = flow.through(nn.Linear(hidden_size, hidden_size), name="dense")
-    if activation is not None:
-        flow = flow.through(Activation(activation), name="activation")
-    flow = flow.through(nn.Dropout(dropout), name="dropout")
-    return flow.through(nn.Linear(hidden_size, 1), name="classifier").build()
+    return sequence(
+        pooled("cls"),
+        dense=nn.Linear(hidden_size, hidden_size) if projection else None,
+        activation=None if activation is None else Activation(activation),
+        dropout=nn.Dropout(dropout),
+        classifier=nn.Linear(hidden_size, 1),
+    )
 
 
 def token_score(hidden_size: int, activation: str) -> Graph:
     """Return a projection, an activation and one score for each token."""
-    return (
-        FlowBuilder(nn.Linear(hidden_size, hidden_size), name="dense")
-        .input("layout")
-        .through(Activation(activation), name="activation")
-        .through(nn.Linear(hidden_size, 1), name="classifier")
-        .through(Squeezed(), name="squeezed")
-        .build()
-    )
+    dense, classifier = nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, 1)
+    return sequence(dense=dense, activation=Activation(activation), classifier=classifier, squeezed=Squeezed())
 
 
 def lm(hidden_size: int, embedding_size: int, vocab_size: int, activation: str, norm_eps: float) -> Graph:
@@ -130,13 +113,11 @@ def lm(hidden_size: int, embedding_size: int, vocab_size: int, activation: str, 
 
     The decoder's table is the word embedding itself where the configuration ties them.
     """
-    return (
-        FlowBuilder(nn.Linear(hidden_size, embedding_size), name="dense")
-        .input("layout")
-        .through(Activation(activation), name="activation")
-        .through(nn.LayerNorm(embedding_size, eps=norm_eps), name="norm")
-        .through(nn.Linear(embedding_size, vocab_size), name="decoder")
-        .build()
+    return sequence(
+        dense=nn.Linear(hidden_size, embedding_size),
+        activation=Activation(activation),
+        norm=nn.LayerNorm(embedding_size, eps=norm_eps),
+        decoder=nn.Linear(embedding_size, vocab_size),
     )
 
 
@@ -151,14 +132,14 @@ def shifted_lm(hidden_size: int, vocab_size: int, activation: str, norm_eps: flo
         prefix: of the names of projection, activation and norm.
         bias: name of the bias.
     """
-    return (
-        FlowBuilder(nn.Linear(hidden_size, hidden_size), name=f"{prefix}dense")
-        .input("layout")
-        .through(Activation(activation), name=f"{prefix}activation")
-        .through(nn.LayerNorm(hidden_size, eps=norm_eps), name=f"{prefix}norm")
-        .through(nn.Linear(hidden_size, vocab_size, bias=False), name="decoder")
-        .through(Shift(vocab_size), name=bias)
-        .build()
+    return sequence(
+        **{
+            f"{prefix}dense": nn.Linear(hidden_size, hidden_size),
+            f"{prefix}activation": Activation(activation),
+            f"{prefix}norm": nn.LayerNorm(hidden_size, eps=norm_eps),
+            "decoder": nn.Linear(hidden_size, vocab_size, bias=False),
+            bias: Shift(vocab_size),
+        }
     )
 
 
@@ -187,12 +168,11 @@ def normed(
         out_bias: whether the last projection adds a bias.
         name: of the last projection.
     """
-    dense = nn.Linear(hidden_size, hidden_size, bias=bias)
-    if pooling is None:
-        flow = FlowBuilder(dense, name="dense").input("layout")
-    else:
-        flow = pooled(pooling).through(dense, name="dense")
-    flow = flow.through(Activation(activation), name="activation").through(norm, name="norm")
-    if dropout is not None:
-        flow = flow.through(nn.Dropout(dropout), name="dropout")
-    return flow.through(nn.Linear(hidden_size, num_labels, bias=out_bias), name=name).build()
+    return sequence(
+        None if pooling is None else pooled(pooling),
+        dense=nn.Linear(hidden_size, hidden_size, bias=bias),
+        activation=Activation(activation),
+        norm=norm,
+        dropout=dropped(dropout),
+        **{name: nn.Linear(hidden_size, num_labels, bias=out_bias)},
+    )
