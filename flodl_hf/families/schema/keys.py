@@ -152,11 +152,10 @@ IGNORED_TENSORS: tuple[tuple[str, str], ...] = (
     ("inv_freq", "rotary frequencies are computed from config.json"),
     ("cos_cached", "rotary tables are computed from config.json"),
     ("sin_cached", "rotary tables are computed from config.json"),
-    ("loss.weight", "class weights of a training loss"),
-    ("loss_fct.weight", "class weights of a training loss"),
-    ("loss_fn.weight", "class weights of a training loss"),
-    ("criterion.weight", "class weights of a training loss"),
-    ("class_weights", "class weights of a training loss"),
+    *(
+        (name, "class weights of a training loss")
+        for name in ("loss.weight", "loss_fct.weight", "loss_fn.weight", "criterion.weight", "class_weights")
+    ),
 )
 """The last words of a name, between dots and underscores, and why the tensor has no effect on numbers."""
 

@@ -27,28 +27,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl_hf.nn.attention.dot_product import fused
-from flodl_hf.nn.layers.activations import ACTIVATIONS
+from flodl_hf.nn.layers.activations import ACTIVATIONS, GELUS
 from flodl_hf.nn.layout.rounded import rounded
 
 # Numbers in the largest buffer that is kept between calls: 1,024 tokens of 4,096 features, twice over.
 _KEPT_NUMBERS = 1 << 23
 # Names of our activations that oneDNN computes in its epilogue, with its name and variant.
 _EPILOGUES = {
-    "gelu": ("gelu", "none"),
-    "gelu_python": ("gelu", "none"),
-    "gelu_new": ("gelu", "tanh"),
-    "gelu_fast": ("gelu", "tanh"),
-    "gelu_accurate": ("gelu", "tanh"),
-    "gelu_python_tanh": ("gelu", "tanh"),
-    "gelu_pytorch_tanh": ("gelu", "tanh"),
-    "relu": ("relu", ""),
-    "tanh": ("tanh", ""),
-    "sigmoid": ("sigmoid", ""),
-    "hardswish": ("hardswish", ""),
-    "silu": ("swish", ""),
-    "swish": ("swish", ""),
+    **{name: ("gelu", "tanh" if tanh else "none") for name, tanh in GELUS.items()},
+    **{name: (name, "") for name in ("relu", "tanh", "sigmoid", "hardswish")},
+    **dict.fromkeys(("silu", "swish"), ("swish", "")),
 }
-_TANH_GELUS = frozenset(name for name, (_, variant) in _EPILOGUES.items() if variant == "tanh")
 
 
 class Scratch(threading.local):
@@ -89,13 +78,14 @@ class Product(Protocol):
 
 def activate_(x: Tensor, activation: str) -> Tensor:
     """Return the activation of ``x``, in the memory of ``x`` where that is cheaper."""
-    if activation in ("gelu", "gelu_python"):
+    tanh = GELUS.get(activation)
+    if tanh is False:
         return torch.ops.aten.gelu_(x)
     if activation == "relu":
         return torch.relu_(x)
     if activation in ("silu", "swish"):
         return F.silu(x, inplace=True)
-    if activation in _TANH_GELUS and x.dtype == torch.float32:
+    if tanh and x.dtype == torch.float32:
         # 0.5 (1 + tanh u) = sigmoid(2u); torch's tanh takes three times as long as its sigmoid.
         twice = x * x
         twice.mul_(0.044715 * 1.5957691216057308).add_(1.5957691216057308).mul_(x).sigmoid_()

@@ -7,7 +7,7 @@ Shapes: B texts, S tokens of a row, T tokens in all, N heads, H width of a head,
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -129,38 +129,17 @@ def _max_error(device: torch.device, dtype: torch.dtype, width: int, lengths: tu
     *states, direction, pk, pq = (torch.randn(shape, generator=draw).to(device, dtype).float() for shape in shapes)
     inputs = [*states, pk / scale, pq / scale]
 
+    def plain(keep: Tensor | None, q: Tensor, k: Tensor, v: Tensor, tables: PositionTables) -> Tensor:
+        return attend_fast(q, k, v, tables, relative, num_heads=heads, scale=scale, keep=keep, dropout=0.0)
+
     def both(kind: torch.dtype, kernel: bool) -> list[Tensor]:
         given = [x.detach().to(kind).requires_grad_() for x in inputs]
         q, k, v, *tables = given
         if kernel:
             found = attend_by_kernel((q, k, v), layout, PositionTables(*tables), relative, num_heads=heads, scale=scale)
         else:
-            found = _reference(q, k, v, PositionTables(*tables), layout, relative, heads, scale)
+            found = layout.by_rows(partial(plain, tables=PositionTables(*tables)), q, k, v)
         return [found, *torch.autograd.grad(found, given, direction.to(found.dtype))]
 
     pairs = zip(both(dtype, True), both(torch.float32, False), strict=True)
     return max(float((a.detach().float() - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
-
-
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: PositionTables,
-    layout: Packed,
-    relative: Relative,
-    heads: int,
-    scale: float,
-) -> Tensor:
-    parts: list[Tensor] = []
-    start = 0
-    for length in layout.lengths:
-        row = slice(start, start + length)
-        parts.append(
-            attend_fast(
-                q[None, row], k[None, row], v[None, row], tables, relative,
-                num_heads=heads, scale=scale, keep=None, dropout=0.0,
-            )[0]
-        )  # fmt: skip
-        start += length
-    return torch.cat(parts)
