@@ -184,7 +184,6 @@ class TokenStream:
     Attributes:
         row: index of the row, ``(tokens,)``.
         column: place in the row, specials counted, ``(tokens,)``.
-        rank: place among the content tokens of the row, ``(tokens,)``.
         text: index of the text, ``(tokens,)``.
         position: place in the text's token stream, ``(tokens,)``.
         offsets: character span in the text, ``(tokens, 2)``.
@@ -193,7 +192,6 @@ class TokenStream:
 
     row: np.ndarray
     column: np.ndarray
-    rank: np.ndarray
     text: np.ndarray
     position: np.ndarray
     offsets: np.ndarray
@@ -217,11 +215,10 @@ def content_of(table: TokenTable, sequence: int = 0) -> TokenStream:
     kept = np.flatnonzero(table.sequence == sequence)
     row = np.repeat(np.arange(len(table)), table.lengths)[kept]
     counts = np.bincount(row, minlength=len(table))
-    rank = np.arange(len(kept)) - (np.cumsum(counts) - counts)[row]
+    position = np.arange(len(kept)) + (table.first_token - (np.cumsum(counts) - counts))[row]
     return TokenStream(
-        row, kept - table.starts[row], rank, table.owners[row], table.first_token[row] + rank, table.offsets[kept],
-        table.word_ids[kept],
-    )  # fmt: skip
+        row, kept - table.starts[row], table.owners[row], position, table.offsets[kept], table.word_ids[kept]
+    )
 
 
 def merge_windows(content: TokenStream, owners: np.ndarray) -> TokenStream:
@@ -232,7 +229,7 @@ def merge_windows(content: TokenStream, owners: np.ndarray) -> TokenStream:
     token, the one that reaches the text's edge never has the nearer edge on that side.
 
     Args:
-        content: the tokens of all windows.
+        content: the tokens of all windows, in the order of the rows.
         owners: index of the text of each row, ``(rows,)``.
     """
     if len(owners) == 0 or bool((np.diff(owners) > 0).all()):
@@ -240,7 +237,9 @@ def merge_windows(content: TokenStream, owners: np.ndarray) -> TokenStream:
     sizes = np.zeros(int(owners.max()) + 1, np.int64)
     np.maximum.at(sizes, content.text, content.position + 1)
     place = (np.cumsum(sizes) - sizes)[content.text] + content.position
-    context = np.minimum(content.rank, np.bincount(content.row, minlength=len(owners))[content.row] - 1 - content.rank)
+    counts = np.bincount(content.row, minlength=len(owners))
+    before = np.arange(len(content)) - (np.cumsum(counts) - counts)[content.row]
+    context = np.minimum(before, counts[content.row] - 1 - before)
     # More context ranks higher, then the earlier row.
     rank = context * len(owners) + (len(owners) - 1 - content.row)
     best = np.full(int(sizes.sum()), -1)

@@ -122,18 +122,16 @@ def units_at(
     if not len(tokens):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     starts = _word_starts(stream) if whole else np.ones(len(stream), bool)
-    # Only words without shared characters: if neighbours share a character, all have to be examined.
-    base = _base(stream, texts)
-    reach = np.maximum.accumulate(stream.offsets[:, 1] + base)
-    apart = np.append(stream.offsets[:, 0] + base, reach[-1]) >= np.concatenate([reach[:1] * 0, reach])
     first = np.append(np.flatnonzero(starts), len(stream))
     word = np.unique(np.searchsorted(first, tokens, side="right") - 1)
     begins, stops = first[word], first[word + 1]
-    # A text begins apart from the one before it in any case.
-    new_text = np.ones(len(stream) + 1, bool)
-    new_text[1:-1] = stream.text[1:] != stream.text[:-1]
-    apart |= new_text
-    if not bool(apart[begins].all() and apart[stops].all()):
+    # Only words without shared characters: if neighbours share a character, all have to be examined. A text begins
+    # apart from the one before it in any case.
+    base = _base(stream, texts)
+    reach = np.maximum.accumulate(stream.offsets[:, 1] + base)
+    edges = np.concatenate([begins[begins > 0], stops[stops < len(stream)]])
+    apart = stream.offsets[edges, 0] + base[edges] >= reach[edges - 1]
+    if not bool((apart | (stream.text[edges] != stream.text[edges - 1])).all()):
         words = words_of(stream, texts, whole=whole)
         return words.start[words.of_token[tokens]], words.end[words.of_token[tokens]]
     lengths = stops - begins
