@@ -35,7 +35,7 @@ from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
 from flodl_hf.serving.thread_pool import run_threads
 from flodl_hf.serving.throughput import TokenRate, measure_peak
 from flodl_hf.workers.ipc import receive_socket
-from flodl_hf.workers.messages import Stream
+from flodl_hf.workers.messages import Stream, pack_message
 
 # One window for all texts of a request: rows are sorted by the batcher, together with other requests.
 WINDOW = 1 << 20
@@ -56,7 +56,9 @@ SHORT_CHARACTERS = 2048
 # further text.
 # Each text of these tasks has its own result.
 JOINED_CHARACTERS, MAX_JOINED = 1024, 64
-MAX_GROUPS = 2  # of one model and task in the worker at a time; more would be smaller
+# Groups of one model, task, key and priority in the worker at a time; more would be smaller. An accelerator computes
+# one while another is tokenized.
+CPU_GROUPS, DEVICE_GROUPS = 1, 2
 JOINED_TASKS = ("embed", "embed_sparse", "classify", "entities", "answer", "fill_mask")
 # Options of warm-up requests: long texts are read in windows.
 _WHOLE = {"windows": True}
@@ -202,7 +204,8 @@ class _Requests:
         self._requests: dict[tuple[Stream, int], WorkerRequest] = {}
         self._turns, self._long_turns = Turns(MAX_COMPUTING), Turns(MAX_COMPUTING)
         self._groups: dict[Any, list[_Received]] = {}  # requests that the next turn answers together
-        self._groups_turns = defaultdict[Any, Turns](lambda: Turns(MAX_GROUPS))
+        groups = CPU_GROUPS if worker.device.type == "cpu" else DEVICE_GROUPS
+        self._groups_turns = defaultdict[Any, Turns](lambda: Turns(groups))
         self._lock = Lock()
 
     def answer_all(self, stream: Stream) -> None:
@@ -226,14 +229,13 @@ class _Requests:
         while (read := stream.read()) is not None:
             message = read[0]
             if "cancel" not in message:
-                request = self._requests[stream, message["id"]] = WorkerRequest(
-                    message["key"], time.monotonic() + message["left_s"], message["priority"]
-                )
                 # Characters are counted, not tokens, so that requests with slow tokenization delay only each other.
                 short = count_characters(message["items"]) <= LONG_CHARACTERS
-                request.turns = self._turns if short else self._long_turns
-                if "traced" in message:
-                    request.timeline = Timeline()
+                request = self._requests[stream, message["id"]] = WorkerRequest(
+                    message["key"], time.monotonic() + message["left_s"], message["priority"],
+                    timeline=Timeline() if "traced" in message else None,
+                    turns=self._turns if short else self._long_turns,
+                )  # fmt: skip
                 return stream, message, request
             if (gone := self._requests.get((stream, message["cancel"]))) is not None:
                 gone.give_up()
@@ -254,7 +256,7 @@ class _Requests:
                 if key is not None:
                     self._groups[key] = group
             read_on()
-        with nullcontext() if key is None else self._groups_turns[key[:3]], request.turns:
+        with nullcontext() if key is None else self._groups_turns[key[:-1]], request.turns:
             with self._lock:
                 if self._groups.get(key) is group:
                     del self._groups[key]
@@ -264,8 +266,12 @@ class _Requests:
                 (late if one[2].over else live).append(one)
             group = live + late
             answers = [*self._answers(live), *(self._answer(*one[1:]) for one in late)]
+        replies = defaultdict[Stream, list[bytes | memoryview]](list)
         for (stream, message, request), answer in zip(group, answers, strict=True):
-            self._reply(stream, message["id"], request, *answer)
+            replies[stream] += self._packed_reply(stream, message["id"], request, *answer)
+        for stream, parts in replies.items():
+            with suppress(OSError):  # if the HTTP process has ended, there is no reader, and the connection ends soon
+                stream.send(parts)
 
     def _answer(self, message: dict[str, Any], request: WorkerRequest) -> _Answer:
         """Return the result or the error of a request, and its arrays."""
@@ -304,9 +310,11 @@ class _Requests:
         if len(rows) != len(items) or not rows.all():
             return None
         answers: list[_Answer] = []
-        for request, end, count in zip(requests, np.cumsum(counts).tolist(), counts, strict=True):
-            part = slice(end - count, end)
-            request.tokens, request.rows = int(tokens[part].sum()), int(rows[part].sum())
+        starts = np.cumsum([0, *counts[:-1]])
+        sums = (np.add.reduceat(values.astype(np.int64), starts).tolist() for values in (tokens, rows))
+        for request, start, count, *sizes in zip(requests, starts.tolist(), counts, *sums, strict=True):
+            part = slice(start, start + count)
+            request.tokens, request.rows = sizes
             request.waited_s, request.tokenized_s = joined.waited_s, joined.tokenized_s
             if request.gone:
                 answers.append(self._answer({}, request))
@@ -314,9 +322,10 @@ class _Requests:
             answers.append(({"data": data[part] if isinstance(data, list) else data}, [one[part] for one in arrays]))
         return answers
 
-    def _reply(
+    def _packed_reply(
         self, stream: Stream, number: int, request: WorkerRequest, reply: dict[str, Any], arrays: list[np.ndarray]
-    ) -> None:
+    ) -> list[bytes | memoryview]:
+        """Return the parts of the message that ends a request."""
         batcher = self._worker.batcher
         self._requests.pop((stream, number), None)
         reply |= {
@@ -327,13 +336,11 @@ class _Requests:
         }  # fmt: skip
         if request.timeline is not None:
             reply["timeline"] = request.timeline.to_steps()
-        with suppress(OSError):
-            # If the HTTP process has ended, there is no reader, and the connection ends soon.
-            try:
-                stream.write(reply, arrays)
-            except (TypeError, ValueError) as fault:  # a result without a JSON form becomes an error
-                traceback.print_exc(file=sys.stderr)
-                stream.write({**reply, "data": None, "fault": _fault(fault)})
+        try:
+            return pack_message(reply, arrays)
+        except (TypeError, ValueError) as fault:  # a result without a JSON form becomes an error
+            traceback.print_exc(file=sys.stderr)
+            return pack_message({**reply, "data": None, "fault": _fault(fault)})
 
 
 def _join_key(message: dict[str, Any]) -> Any:
@@ -347,7 +354,7 @@ def _join_key(message: dict[str, Any]) -> Any:
     # The group of a blank text, which has no rows, would be divided until the text is alone.
     if not all(text.strip() for text in (chain.from_iterable(items) if kinds == {list} else items)):
         return None
-    return kinds.pop(), *(repr(message.get(name)) for name in ("model", "task", "options", "key", "priority"))
+    return kinds.pop(), task, *map(message.get, ("model", "key", "priority")), repr(message.get("options"))
 
 
 def serve(stream: Stream, fd_channel: int | None = None) -> None:

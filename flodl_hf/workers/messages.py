@@ -110,7 +110,14 @@ class Stream:
         Raises:
             OSError: the connection has ended.
         """
-        parts = pack_message(message, arrays)
+        self.send(pack_message(message, arrays))
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Send the parts of one or several packed messages.
+
+        Raises:
+            OSError: the connection has ended.
+        """
         with self._lock:
             for part in parts if sum(map(len, parts)) > LARGE else (b"".join(parts),):
                 self.socket.sendall(part)

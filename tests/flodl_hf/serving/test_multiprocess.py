@@ -277,7 +277,7 @@ def _alike(found: Any, expected: Any) -> None:
 
 def test_requests_that_wait_at_the_same_time_are_one_call(folders: dict[str, Path]) -> None:
     from flodl_hf.serving.request import WorkerRequest
-    from flodl_hf.serving.worker import MAX_GROUPS, Worker, _join_key, _Requests
+    from flodl_hf.serving.worker import CPU_GROUPS, Worker, _join_key, _Requests
 
     worker = Worker(Settings(models=(Served("m", str(folders["embed"])),)).for_worker("cpu"))
     requests = _Requests(worker, 8)
@@ -287,8 +287,8 @@ def test_requests_that_wait_at_the_same_time_are_one_call(folders: dict[str, Pat
     asked = {"task": "embed", "model": "m", "options": {}, "key": "", "left_s": 60.0, "priority": 0}
     messages: list[dict[str, Any]] = [{**asked, "id": number, "items": [text]} for number, text in enumerate(TEXTS)]
     key = _join_key(messages[0])
-    turns = requests._groups_turns[key[:3]]
-    for _ in range(MAX_GROUPS):
+    turns = requests._groups_turns[key[:-1]]
+    for _ in range(CPU_GROUPS):
         turns.__enter__()
     Thread(target=requests.answer_all, args=(link,), daemon=True).start()
     ours.settimeout(60)
@@ -323,7 +323,9 @@ def test_an_answer_that_cannot_be_sent_is_a_fault_at_once() -> None:
     from flodl_hf.serving.worker import _Requests
 
     batcher = SimpleNamespace(queued_tokens=0, drained=list, pace=SimpleNamespace(now=1.0))
-    worker: Any = SimpleNamespace(batcher=batcher, answer=lambda message, request: ({1j}, []))
+    worker: Any = SimpleNamespace(
+        batcher=batcher, device=SimpleNamespace(type="cpu"), answer=lambda message, request: ({1j}, [])
+    )
     ours, theirs = socket.socketpair()
     thread = Thread(target=_Requests(worker, 1).answer_all, args=(Stream(theirs),), daemon=True)
     thread.start()
