@@ -11,7 +11,7 @@ from flodl.errors import shown
 from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.routes.fields import KINDS, Field, not_a_field, read
 from flodl_hf.serving.routes.ranking import RANKED, rank_texts
-from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, text_options
+from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, add_route, text_options
 from flodl_hf.serving.routes.tei import (
     CUT,
     DIMENSIONS,
@@ -94,6 +94,31 @@ def _given(request: Request, takes: tuple[Field, ...], *, above: bool = False) -
     return given | beside
 
 
+_PARAMETERS = {
+    field.name: field
+    for table in (_VECTORS, _CLASSES, _ZERO_SHOT, _ENTITIES, _ANSWERS, _MASKS, _INERT)
+    for field in table
+}
+_ROOT = (
+    Field("inputs", "any", "input of the model's head; for a ranking, query and texts instead"),
+    Field(
+        "parameters",
+        "object",
+        "parameters of the task, as in transformers' pipelines",
+        fields=tuple(_PARAMETERS.values()),
+    ),
+    *_VECTORS,
+    *RANKED,
+    Field("options", "object", "accepted", effect=False),
+    MODEL,
+)
+
+ROUTES: list[Route] = []
+"""The root routes; with several models, ``/models/NAME`` is the root of each."""
+
+
+@add_route(ROUTES, "/invocations", "result of the model's head", *_ROOT, group="Amazon SageMaker")
+@add_route(ROUTES, "/", "result of the model's head", *_ROOT, group="Hugging Face Inference")
 async def _root(request: Request) -> Response:
     inputs = request.fields["inputs"]
     if request.fields["query"] is not None:
@@ -186,26 +211,12 @@ _HEADS = {
     "masked_lm": _masks,
 }
 
-_PARAMETERS = {
-    field.name: field
-    for table in (_VECTORS, _CLASSES, _ZERO_SHOT, _ENTITIES, _ANSWERS, _MASKS, _INERT)
-    for field in table
-}
-_ROOT = (
-    Field("inputs", "any", "input of the model's head; for a ranking, query and texts instead"),
-    Field(
-        "parameters",
-        "object",
-        "parameters of the task, as in transformers' pipelines",
-        fields=tuple(_PARAMETERS.values()),
-    ),
-    *_VECTORS,
-    *RANKED,
-    Field("options", "object", "accepted", effect=False),
-    MODEL,
-)
 
-
+@add_route(
+    ROUTES, "/vertex", "results of several requests to the root",
+    Field("instances", "objects", "bodies of requests to the root", True),
+    Field("parameters", "object", "accepted", effect=False), group="Google Vertex AI",
+)  # fmt: skip
 async def _vertex(request: Request) -> Response:
     """Return the result of each instance, which is the body of a request to the root."""
     instances, found = request.fields["instances"], []
@@ -214,22 +225,3 @@ async def _vertex(request: Request) -> Response:
         request.fields = read(_ROOT, instance, most=request.state.settings.max_inputs, path=path)
         found.append((await _root(request)).data)
     return Response({"predictions": found})
-
-
-ROUTES = (
-    *(
-        Route(path, "result of the model's head", _ROOT, _root, group=group)
-        for path, group in (("/", "Hugging Face Inference"), ("/invocations", "Amazon SageMaker"))
-    ),
-    Route(
-        "/vertex",
-        "results of several requests to the root",
-        (
-            Field("instances", "objects", "bodies of requests to the root", True),
-            Field("parameters", "object", "accepted", effect=False),
-        ),
-        _vertex,
-        group="Google Vertex AI",
-    ),
-)
-"""The root routes; with several models, ``/models/NAME`` is the root of each."""

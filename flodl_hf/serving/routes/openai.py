@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flodl_hf.serving.routes.fields import Field
-from flodl_hf.serving.routes.route import MODEL, OTHERS, SHORTENED, Request, Response, Route, text_options
+from flodl_hf.serving.routes.route import MODEL, OTHERS, SHORTENED, Request, Response, Route, add_route, text_options
 from flodl_hf.serving.routes.tei import DIMENSIONS, NORMALIZE, PROMPT, TRUNCATE, WINDOWS, prompt_option
 
 FORMS = (
@@ -29,6 +29,39 @@ _KINDS = {"query": "query", "search_query": "query"} | dict.fromkeys(
 )
 
 
+_INPUT_TYPE = Field("input_type", "input_type", "query or document; selects the model's prompt and route")
+_FIELDS = (
+    Field("input", "inputs", "texts, or token ids of the model", True),
+    MODEL,
+    Field("encoding_format", "encoding", "float or base64"),
+    DIMENSIONS,
+    NORMALIZE,
+    Field("use_activation", "flag", "alias of normalize, which takes precedence"),
+    TRUNCATE,
+    *SHORTENED,
+    WINDOWS,
+    PROMPT,
+    _INPUT_TYPE,
+    *FORMS,
+    Field("modality", "modality", "text"),
+    *OTHERS,
+)
+_COHERE_FIELDS = (
+    MODEL,
+    Field("texts", "texts", "the texts", True),
+    _INPUT_TYPE,
+    Field("embedding_types", "encodings", "types of the vectors; default: float"),
+    Field("truncate", "truncated side", "end (default) or start truncates long texts, none refuses them"),
+    Field("max_tokens", "whole", "truncate texts to this number of tokens"),
+    Field("output_dimension", "whole", "truncate vectors to this number of features"),
+    OTHERS[-1],
+)
+
+ROUTES: list[Route] = []
+"""Routes of OpenAI's and Cohere's embeddings."""
+
+
+@add_route(ROUTES, "/v1/embeddings /embeddings", "a vector for each text", *_FIELDS, style="openai", group="OpenAI")
 async def _embeddings(request: Request) -> Response:
     fields = request.fields
     request.info("embed")
@@ -61,25 +94,7 @@ def encoded_vector(row: np.ndarray, encoding: str | None) -> Any:
     return base64.b64encode(np.ascontiguousarray(row, "<f4").tobytes()).decode() if encoding == "base64" else row
 
 
-_INPUT_TYPE = Field("input_type", "input_type", "query or document; selects the model's prompt and route")
-_FIELDS = (
-    Field("input", "inputs", "texts, or token ids of the model", True),
-    MODEL,
-    Field("encoding_format", "encoding", "float or base64"),
-    DIMENSIONS,
-    NORMALIZE,
-    Field("use_activation", "flag", "alias of normalize, which takes precedence"),
-    TRUNCATE,
-    *SHORTENED,
-    WINDOWS,
-    PROMPT,
-    _INPUT_TYPE,
-    *FORMS,
-    Field("modality", "modality", "text"),
-    *OTHERS,
-)
-
-
+@add_route(ROUTES, "/v2/embed", "a vector for each text", *_COHERE_FIELDS, style="cohere", group="Cohere and Jina")
 async def _cohere_embed(request: Request) -> Response:
     """Return vectors by type, as Cohere's second version does; long texts are truncated by default."""
     fields = request.fields
@@ -104,29 +119,3 @@ async def _cohere_embed(request: Request) -> Response:
         },
         vectors,
     )
-
-
-ROUTES = (
-    *(
-        Route(path, "a vector for each text", _FIELDS, _embeddings, style="openai", group="OpenAI")
-        for path in ("/v1/embeddings", "/embeddings")
-    ),
-    Route(
-        "/v2/embed",
-        "a vector for each text",
-        (
-            MODEL,
-            Field("texts", "texts", "the texts", True),
-            _INPUT_TYPE,
-            Field("embedding_types", "encodings", "types of the vectors; default: float"),
-            Field("truncate", "truncated side", "end (default) or start truncates long texts, none refuses them"),
-            Field("max_tokens", "whole", "truncate texts to this number of tokens"),
-            Field("output_dimension", "whole", "truncate vectors to this number of features"),
-            OTHERS[-1],
-        ),
-        _cohere_embed,
-        style="cohere",
-        group="Cohere and Jina",
-    ),
-)
-"""Routes of OpenAI's and Cohere's embeddings."""

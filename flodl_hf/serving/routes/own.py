@@ -5,14 +5,14 @@ Every response contains the model, a result for each input, and token counts.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from flodl_hf.serving.http_errors import RefusedError
 from flodl_hf.serving.routes.fields import Field
-from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, is_blank, text_options
+from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, add_route, is_blank, text_options
 from flodl_hf.serving.routes.tei import DIRECTION
 
 READ_ALL = (
@@ -21,9 +21,10 @@ READ_ALL = (
 )
 
 
-def _task(task: str, name: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return the function of a route that runs a task with its fields as options; ``name`` is the key of results."""
+def _add(task: str, name: str, summary: str, *fields: Field) -> None:
+    """Add the route of a task, which has its fields as options; ``name`` is the key of results."""
 
+    @add_route(ROUTES, f"/v1/{task.replace('_', '-')}", summary, *fields, MODEL)
     async def answer(request: Request) -> Response:
         items = request.fields["inputs"]
         options = {**request.fields, "inputs": None, "long_texts": None, "truncate": _truncate(request.fields)}
@@ -40,8 +41,6 @@ def _task(task: str, name: str) -> Callable[[Request], Awaitable[Response]]:
         texts = [context for _, context in items] if task == "answer" else items
         results = [{name: row, "empty": is_blank(text)} for row, text in zip(rows, texts, strict=True)]
         return Response({"model": request.model, "results": results, "usage": request.usage()})
-
-    return answer
 
 
 def _truncate(fields: Mapping[str, Any]) -> bool | None:
@@ -69,76 +68,52 @@ def _check_labels(request: Request) -> None:
 _TEXTS = Field("inputs", "texts", "one text or several", True)
 _TOP = Field("top_k", "whole", "maximum number of results of each input")
 
-ROUTES = tuple(
-    Route(path, summary, (*fields, MODEL), answer)
-    for path, summary, fields, answer in (
-        (
-            "/v1/classify",
-            "labels of texts and pairs, best first",
-            (
-                Field("inputs", "pairs", "one text, or a list of texts and pairs", True),
-                _TOP,
-                Field("threshold", "thresholds", "minimum score, for all labels or by label"),
-                Field("activation", "activation", "function from the head's outputs to scores"),
-                Field("long_texts", "long texts", "windows, truncate or error; default: windows"),
-                Field("truncate", "flag", "alias: true of long_texts truncate, false of error"),
-                DIRECTION,
-            ),
-            _task("classify", "labels"),
-        ),
-        (
-            "/v1/entities",
-            "entities of texts, with character offsets",
-            (
-                _TEXTS,
-                Field("aggregation", "aggregation", "token that determines an entity's label; default: first"),
-                Field("ignore_labels", "texts", "labels to omit; default: O"),
-                Field("constrained", "flag", "decode the best sequence that the tag scheme allows"),
-                *READ_ALL,
-            ),
-            _task("entities", "entities"),
-        ),
-        (
-            "/v1/answer",
-            "answers to questions, best first, with offsets in the context",
-            (
-                Field("inputs", "questions", "one or several questions with contexts", True),
-                _TOP,
-                Field("max_answer_length", "whole", "maximum tokens of an answer"),
-                Field("no_answer", "flag", "allow a result without an answer"),
-                *READ_ALL,
-            ),
-            _task("answer", "answers"),
-        ),
-        (
-            "/v1/fill-mask",
-            "words for the masks of texts",
-            (_TEXTS, _TOP, Field("targets", "texts", "words to choose from")),
-            _task("fill_mask", "masks"),
-        ),
-        (
-            "/v1/zero-shot",
-            "scores of user-defined labels, by an NLI model",
-            (
-                _TEXTS,
-                Field("labels", "texts", "the labels", True),
-                Field("template", "text", "hypothesis, with {} for the label"),
-                Field("multi_label", "flag", "score labels independently"),
-                *READ_ALL,
-            ),
-            _task("zero_shot", "labels"),
-        ),
-        (
-            "/v1/late-interaction",
-            "a vector for each token, for late interaction",
-            (
-                _TEXTS,
-                Field("query", "flag", "whether the texts are queries"),
-                Field("long_texts", "long tokens", "error refuses texts that would be truncated; default: truncate"),
-                Field("truncate", "flag", "false is an alias of long_texts error"),
-            ),
-            _task("late_interaction", "vectors"),
-        ),
-    )
-)
+ROUTES: list[Route] = []
 """This library's own routes."""
+
+_add(
+    "classify", "labels", "labels of texts and pairs, best first",
+    Field("inputs", "pairs", "one text, or a list of texts and pairs", True),
+    _TOP,
+    Field("threshold", "thresholds", "minimum score, for all labels or by label"),
+    Field("activation", "activation", "function from the head's outputs to scores"),
+    Field("long_texts", "long texts", "windows, truncate or error; default: windows"),
+    Field("truncate", "flag", "alias: true of long_texts truncate, false of error"),
+    DIRECTION,
+)  # fmt: skip
+_add(
+    "entities", "entities", "entities of texts, with character offsets", _TEXTS,
+    Field("aggregation", "aggregation", "token that determines an entity's label; default: first"),
+    Field("ignore_labels", "texts", "labels to omit; default: O"),
+    Field("constrained", "flag", "decode the best sequence that the tag scheme allows"),
+    *READ_ALL,
+)  # fmt: skip
+_add(
+    "answer", "answers", "answers to questions, best first, with offsets in the context",
+    Field("inputs", "questions", "one or several questions with contexts", True),
+    _TOP,
+    Field("max_answer_length", "whole", "maximum tokens of an answer"),
+    Field("no_answer", "flag", "allow a result without an answer"),
+    *READ_ALL,
+)  # fmt: skip
+_add(
+    "fill_mask",
+    "masks",
+    "words for the masks of texts",
+    _TEXTS,
+    _TOP,
+    Field("targets", "texts", "words to choose from"),
+)
+_add(
+    "zero_shot", "labels", "scores of user-defined labels, by an NLI model", _TEXTS,
+    Field("labels", "texts", "the labels", True),
+    Field("template", "text", "hypothesis, with {} for the label"),
+    Field("multi_label", "flag", "score labels independently"),
+    *READ_ALL,
+)  # fmt: skip
+_add(
+    "late_interaction", "vectors", "a vector for each token, for late interaction", _TEXTS,
+    Field("query", "flag", "whether the texts are queries"),
+    Field("long_texts", "long tokens", "error refuses texts that would be truncated; default: truncate"),
+    Field("truncate", "flag", "false is an alias of long_texts error"),
+)  # fmt: skip

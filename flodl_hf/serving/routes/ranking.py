@@ -16,11 +16,44 @@ from flodl_hf.serving.routes.route import (
     Request,
     Response,
     Route,
+    add_route,
     is_blank,
     text_options,
     with_empty_flag,
 )
 from flodl_hf.serving.routes.tei import CUT, DIRECTION, RAW
+
+RANKED = (
+    Field("query", "text", "the query"),
+    Field("texts", "texts", "texts to rank"),
+    RAW,
+    Field("return_text", "flag", "include texts in the response"),
+)
+"""Fields of a ranking in text-embeddings-inference."""
+_DOCUMENTS = Field("documents", "documents", "documents to rank", True)
+_FIELDS = (
+    MODEL,
+    Field("query", "text", "the query", True),
+    _DOCUMENTS,
+    Field("top_n", "whole", "maximum number of documents in the response"),
+    Field(
+        "max_tokens_per_doc",
+        "whole",
+        "truncate documents to this number of tokens; default: long ones are read in windows",
+    ),
+    Field("return_documents", "flag", "include texts in the response"),
+    Field("rank_fields", "text fields", "fields of documents to read"),
+    CUT,
+    *SHORTENED,
+    *ACTIVATIONS,
+    *OTHERS,
+)
+_EITHER = {field.name: field for field in (*_FIELDS, *RANKED, DIRECTION)}
+_EITHER["documents"] = replace(_DOCUMENTS, required=False)
+_SUMMARY = "texts ranked by relevance for a query"
+
+ROUTES: list[Route] = []
+"""Routes of reranking services."""
 
 
 async def _ranked(request: Request, name: str) -> tuple[str, list[str], Any]:
@@ -56,10 +89,12 @@ async def rank_texts(request: Request) -> Response:
     return Response(rows)
 
 
+@add_route(ROUTES, "/rerank", _SUMMARY, *_EITHER.values(), group="text-embeddings-inference")
 async def _rank_either(request: Request) -> Response:
     return await (rank_texts if request.fields["documents"] is None else _rank_documents)(request)
 
 
+@add_route(ROUTES, "/v1/rerank /v2/rerank", _SUMMARY, *_FIELDS, style="cohere", group="Cohere and Jina")
 async def _rank_documents(request: Request) -> Response:
     fields = request.fields
     query, documents, found = await _ranked(request, "documents")
@@ -85,42 +120,3 @@ async def _rank_documents(request: Request) -> Response:
             },
         }
     )
-
-
-RANKED = (
-    Field("query", "text", "the query"),
-    Field("texts", "texts", "texts to rank"),
-    RAW,
-    Field("return_text", "flag", "include texts in the response"),
-)
-"""Fields of a ranking in text-embeddings-inference."""
-_DOCUMENTS = Field("documents", "documents", "documents to rank", True)
-_FIELDS = (
-    MODEL,
-    Field("query", "text", "the query", True),
-    _DOCUMENTS,
-    Field("top_n", "whole", "maximum number of documents in the response"),
-    Field(
-        "max_tokens_per_doc",
-        "whole",
-        "truncate documents to this number of tokens; default: long ones are read in windows",
-    ),
-    Field("return_documents", "flag", "include texts in the response"),
-    Field("rank_fields", "text fields", "fields of documents to read"),
-    CUT,
-    *SHORTENED,
-    *ACTIVATIONS,
-    *OTHERS,
-)
-_EITHER = {field.name: field for field in (*_FIELDS, *RANKED, DIRECTION)}
-_EITHER["documents"] = replace(_DOCUMENTS, required=False)
-_SUMMARY = "texts ranked by relevance for a query"
-
-ROUTES = (
-    Route("/rerank", _SUMMARY, tuple(_EITHER.values()), _rank_either, group="text-embeddings-inference"),
-    *(
-        Route(path, _SUMMARY, _FIELDS, _rank_documents, style="cohere", group="Cohere and Jina")
-        for path in ("/v1/rerank", "/v2/rerank")
-    ),
-)
-"""Routes of reranking services."""

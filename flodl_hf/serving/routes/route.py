@@ -76,6 +76,29 @@ class Route:
     group: str = "flodl-hf"
 
 
+Answering = Callable[["Request"], Awaitable[Response]]
+
+
+def add_route(
+    routes: list[Route], paths: str, summary: str, *fields: Field, **more: Any
+) -> Callable[[Answering], Answering]:
+    """Return a decorator that adds the routes of a function to a list.
+
+    Args:
+        routes: the list.
+        paths: paths of the routes, separated by spaces.
+        summary: their summary.
+        *fields: their fields.
+        **more: further attributes of `Route`.
+    """
+
+    def add(answer: Answering) -> Answering:
+        routes.extend(Route(path, summary, fields, answer, **more) for path in paths.split())
+        return answer
+
+    return add
+
+
 @dataclass
 class AppState:
     """State that all routes of a process share.

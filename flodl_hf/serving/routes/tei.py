@@ -7,6 +7,7 @@ windows unless ``truncate`` is given. GELU is the function that the checkpoint s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from flodl_hf.serving.routes.route import (
     Request,
     Response,
     Route,
+    add_route,
     is_blank,
     text_options,
     with_empty_flag,
@@ -37,6 +39,13 @@ PAIR = (
     Field("source_sentence", "text", "text to compare with the others", True),
     Field("sentences", "texts", "texts to compare with it", True),
 )
+_INPUTS = Field("inputs", "inputs", "texts, or token ids", True)
+_TEXTS = Field("inputs", "texts", "one text or several", True)
+_LONG = (TRUNCATE, DIRECTION, WINDOWS, PROMPT)
+
+ROUTES: list[Route] = []
+"""Routes of text-embeddings-inference."""
+_route = partial(add_route, ROUTES, group="text-embeddings-inference")
 
 
 def prompt_option(request: Request, fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -67,6 +76,7 @@ def _texts(request: Request) -> list[str]:
     return [found["prompt"] + text for text in texts]
 
 
+@_route("/embed", "a vector for each text", _INPUTS, NORMALIZE, *_LONG, ROUTE, DIMENSIONS, MODEL)
 async def _embed(request: Request) -> Response:
     request.info("embed")
     given = {**text_options(request.fields), **prompt_option(request)}
@@ -75,6 +85,7 @@ async def _embed(request: Request) -> Response:
     return Response(found.arrays[0], found.arrays[0])
 
 
+@_route("/embed_all", "a state for each token", _TEXTS, *_LONG, MODEL)
 async def _embed_all(request: Request) -> Response:
     request.info("embed_all")
     found = await request.ask("embed_all", _texts(request), text_options(request.fields))
@@ -82,6 +93,7 @@ async def _embed_all(request: Request) -> Response:
     return Response(np.split(found.arrays[0], ends[:-1]), found.arrays[0])
 
 
+@_route("/embed_sparse", "weights of words for each text", _TEXTS, *_LONG, MODEL)
 async def _embed_sparse(request: Request) -> Response:
     request.info("embed_sparse")
     return Response((await request.ask("embed_sparse", _texts(request), text_options(request.fields))).data)
@@ -108,6 +120,10 @@ def _pairs_of(value: Any) -> tuple[list[Any], bool]:
     )
 
 
+@_route(
+    "/predict", "labels with scores",
+    Field("inputs", "any", "a text, a pair, or a list of lists of one or two texts", True), CUT, DIRECTION, RAW, MODEL,
+)  # fmt: skip
 async def _predict(request: Request) -> Response:
     items, single = _pairs_of(request.fields["inputs"])
     given = text_options(request.fields)
@@ -119,6 +135,11 @@ async def _predict(request: Request) -> Response:
     return Response(rows[0] if single else rows)
 
 
+@_route(
+    "/similarity", "similarity of a text and others",
+    Field("inputs", "object", "source_sentence and sentences", True, fields=PAIR),
+    Field("parameters", "object", "options for long texts and prompts", fields=(TRUNCATE, DIRECTION, PROMPT)), MODEL,
+)  # fmt: skip
 async def _similarity(request: Request) -> Response:
     return await similarity(request, request.fields["inputs"], request.fields["parameters"] or {})
 
@@ -141,73 +162,24 @@ async def similarity(request: Request, inputs: Mapping[str, Any], parameters: Ma
     return Response(found.data)
 
 
+@_route(
+    "/tokenize",
+    "tokens with their offsets",
+    _TEXTS,
+    Field("add_special_tokens", "flag", "true by default"),
+    PROMPT,
+    MODEL,
+)
 async def _tokenize(request: Request) -> Response:
     request.info("tokenize")
     options = {"special": request.fields["add_special_tokens"]}
     return Response((await request.ask("tokenize", _texts(request), options)).data)
 
 
+@_route(
+    "/decode", "texts of ids", Field("ids", "rows", "ids of one text or several", True),
+    Field("skip_special_tokens", "flag", "true by default"), MODEL,
+)  # fmt: skip
 async def _decode(request: Request) -> Response:
     options = {"special": request.fields["skip_special_tokens"]}
     return Response((await request.ask("decode", request.fields["ids"], options)).data)
-
-
-_INPUTS = Field("inputs", "inputs", "texts, or token ids", True)
-_TEXTS = Field("inputs", "texts", "one text or several", True)
-
-ROUTES = tuple(
-    Route(path, summary, (*fields, MODEL), answer, group="text-embeddings-inference")
-    for path, summary, fields, answer in (
-        (
-            "/embed",
-            "a vector for each text",
-            (_INPUTS, NORMALIZE, TRUNCATE, DIRECTION, WINDOWS, PROMPT, ROUTE, DIMENSIONS),
-            _embed,
-        ),
-        ("/embed_all", "a state for each token", (_TEXTS, TRUNCATE, DIRECTION, WINDOWS, PROMPT), _embed_all),
-        (
-            "/embed_sparse",
-            "weights of words for each text",
-            (_TEXTS, TRUNCATE, DIRECTION, WINDOWS, PROMPT),
-            _embed_sparse,
-        ),
-        (
-            "/predict",
-            "labels with scores",
-            (
-                Field("inputs", "any", "a text, a pair, or a list of lists of one or two texts", True),
-                CUT,
-                DIRECTION,
-                RAW,
-            ),
-            _predict,
-        ),
-        (
-            "/similarity",
-            "similarity of a text and others",
-            (
-                Field("inputs", "object", "source_sentence and sentences", True, fields=PAIR),
-                Field(
-                    "parameters", "object", "options for long texts and prompts", fields=(TRUNCATE, DIRECTION, PROMPT)
-                ),
-            ),
-            _similarity,
-        ),
-        (
-            "/tokenize",
-            "tokens with their offsets",
-            (_TEXTS, Field("add_special_tokens", "flag", "true by default"), PROMPT),
-            _tokenize,
-        ),
-        (
-            "/decode",
-            "texts of ids",
-            (
-                Field("ids", "rows", "ids of one text or several", True),
-                Field("skip_special_tokens", "flag", "true by default"),
-            ),
-            _decode,
-        ),
-    )
-)
-"""Routes of text-embeddings-inference."""

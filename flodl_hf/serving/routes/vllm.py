@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,19 @@ from flodl_hf.serving.routes.route import (
     Request,
     Response,
     Route,
+    add_route,
     is_blank,
     text_options,
     with_empty_flag,
 )
 from flodl_hf.serving.routes.tei import DIMENSIONS, NORMALIZE
+
+_INPUT = Field("input", "texts", "one text or several", True)
+_SCORES = (*ACTIVATIONS, *SHORTENED, FORMS[0], *OTHERS)
+
+ROUTES: list[Route] = []
+"""Routes of vLLM's pooling models."""
+_route = partial(add_route, ROUTES, style="openai", group="vLLM")
 
 
 def _whole(request: Request, kind: str, data: list[dict[str, Any]]) -> dict[str, Any]:
@@ -37,6 +46,7 @@ def _whole(request: Request, kind: str, data: list[dict[str, Any]]) -> dict[str,
     }
 
 
+@_route("/classify", "the best label and all probabilities", MODEL, _INPUT, *_SCORES)
 async def _classify(request: Request) -> Response:
     found = await request.ask("classify", request.fields["input"], text_options(request.fields))
     data = []
@@ -53,6 +63,11 @@ def _by_label(request: Request, row: list[dict[str, Any]]) -> list[float]:
     return [scores[label] for label in request.state.workers.models[request.model]["labels"]]
 
 
+@_route(
+    "/score /v1/score", "similarity or relevance of pairs of texts", MODEL,
+    Field("text_1", "texts", "one text, or the same number as text_2", True),
+    Field("text_2", "texts", "one text or several", True), *_SCORES,
+)  # fmt: skip
 async def _score(request: Request) -> Response:
     first, second = request.fields["text_1"], request.fields["text_2"]
     if len(first) not in (1, len(second)):
@@ -71,6 +86,11 @@ async def _score(request: Request) -> Response:
     return Response(_whole(request, "score", data))
 
 
+@_route(
+    "/pooling", "vectors, states of tokens, or scores", MODEL, _INPUT,
+    Field("task", "pooling task", "embed, token_embed or classify; default: by the model's head"), DIMENSIONS,
+    NORMALIZE, Field("encoding_format", "encoding", "float or base64"), *FORMS[1:], *_SCORES,
+)  # fmt: skip
 async def _pooling(request: Request) -> Response:
     """Return token states or vectors of an encoder, or scores of a model with a classification head."""
     fields, info = request.fields, request.info("embed_all", "classify")
@@ -100,36 +120,3 @@ async def _pooling(request: Request) -> Response:
         for i, row in enumerate(rows)
     ]
     return Response(_whole(request, "pool", data))
-
-
-_INPUT = Field("input", "texts", "one text or several", True)
-
-_SCORES = (*ACTIVATIONS, *SHORTENED, FORMS[0], *OTHERS)
-_PAIRS = (
-    Field("text_1", "texts", "one text, or the same number as text_2", True),
-    Field("text_2", "texts", "one text or several", True),
-    *_SCORES,
-)
-
-ROUTES = tuple(
-    Route(path, summary, (MODEL, *fields), answer, style="openai", group="vLLM")
-    for path, summary, fields, answer in (
-        ("/classify", "the best label and all probabilities", (_INPUT, *_SCORES), _classify),
-        *((path, "similarity or relevance of pairs of texts", _PAIRS, _score) for path in ("/score", "/v1/score")),
-        (
-            "/pooling",
-            "vectors, states of tokens, or scores",
-            (
-                _INPUT,
-                Field("task", "pooling task", "embed, token_embed or classify; default: by the model's head"),
-                DIMENSIONS,
-                NORMALIZE,
-                Field("encoding_format", "encoding", "float or base64"),
-                *FORMS[1:],
-                *_SCORES,
-            ),
-            _pooling,
-        ),
-    )
-)
-"""Routes of vLLM's pooling models."""
