@@ -2,7 +2,7 @@
 
 file        `predict_file` and `encode_file`
 plan        decisions before the first row: columns, task, writer, identity
-run         processing of one part after another
+run         processing of one part after another; progress and result
 columns     columns that the model reads, columns that are kept, and their new names if they collide with results
 tasks       method and result columns of each task
 write       rows with results as JSON lines, CSV, TSV or Parquet
@@ -10,13 +10,11 @@ tables      Parquet and Arrow files
 vectors     vectors with few bytes
 parts       folder of finished parts, and their join
 identity    everything that determines the results of a job
-ranks       several processes on one file
-worker      process of a further rank
-results     progress and result of a run
+ranks       several processes on one file, and their worker processes
 partitions  rows of Ray and Spark tables
 """
 
 from flodl_hf.jobs.file import encode_file, predict_file
-from flodl_hf.jobs.results import FileResult, Progress
+from flodl_hf.jobs.run import FileResult, Progress
 
 __all__ = ["FileResult", "Progress", "encode_file", "predict_file"]

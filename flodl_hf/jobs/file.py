@@ -23,8 +23,7 @@ from flodl_hf.jobs.columns import ColumnArgs
 from flodl_hf.jobs.parts import Parts
 from flodl_hf.jobs.plan import make_plan
 from flodl_hf.jobs.ranks import Heartbeat, LostRank, Rank, Workers, device_names
-from flodl_hf.jobs.results import FileResult, Progress
-from flodl_hf.jobs.run import Run
+from flodl_hf.jobs.run import FileResult, Progress, Run
 from flodl_hf.jobs.tasks import VECTOR
 from flodl_hf.jobs.write import output_format
 from flodl_hf.tokenization.readers.rows import STDIN, open_rows

@@ -16,7 +16,7 @@ from typing import Any
 from flodl_hf.errors import PredictError
 from flodl_hf.jobs.file import with_overwrite
 from flodl_hf.jobs.partitions import Partitions
-from flodl_hf.jobs.results import FileResult
+from flodl_hf.jobs.run import FileResult
 
 
 class Answers:

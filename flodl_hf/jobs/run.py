@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from flodl.errors import DataError, FlodlError, capped
@@ -20,7 +21,6 @@ from flodl_hf.jobs.identity import input_identity
 from flodl_hf.jobs.parts import DamagedPart, Parts
 from flodl_hf.jobs.plan import Plan
 from flodl_hf.jobs.ranks import Rank, Workers, wait_for_parts
-from flodl_hf.jobs.results import FileResult, Progress
 from flodl_hf.jobs.tasks import faulty_items
 from flodl_hf.tokenization.readers.rows import Row, RowFault, Rows
 
@@ -29,6 +29,75 @@ START_SKEW_S = 15.0  # ranks that are started together start within this time
 PROGRESS_S = 0.2  # interval of progress reports
 BLOCK_ROWS = 64  # results that are encoded together
 MAX_REPAIRS = 3  # repetitions of damaged parts before the disk is considered faulty
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a job.
+
+    Attributes:
+        rows: rows that all ranks predicted in this run.
+        tokens: tokens of the model of this process in this run.
+        done: position in the input, in bytes or rows.
+        total: size of the input in the same unit; None if unknown.
+        seconds: time since the start of the first part.
+        waiting: number of parts of other ranks that this one waits for.
+    """
+
+    rows: int
+    tokens: int
+    done: int
+    total: int | None
+    seconds: float
+    waiting: int = 0
+
+
+@dataclass
+class FileResult:
+    """Result of a job.
+
+    Attributes:
+        target: the output file.
+        is_whole: whether the output was written; False for a stopped run, and for all ranks but 0.
+        rows: rows of the input, of all ranks and runs as far as known.
+        written: rows of the output.
+        faulty: rows that could not be predicted; omitted, or written without a result.
+        faults: messages of the first of them.
+        empty: rows with empty or blank texts; they get the result of an empty text.
+        truncated: rows whose text was truncated.
+        parts: parts of the output.
+        resumed: parts that existed when this run started.
+        seconds: time of this run without loading.
+        new_rows: rows that all ranks predicted in this run.
+        tokens: tokens of all ranks in this run.
+        columns: columns of the input that the model read, in its order.
+    """
+
+    target: Path
+    is_whole: bool = False
+    rows: int = 0
+    written: int = 0
+    faulty: int = 0
+    faults: list[str] = field(default_factory=list)
+    empty: int = 0
+    truncated: int = 0
+    parts: int = 0
+    resumed: int = 0
+    seconds: float = 0.0
+    new_rows: int = 0
+    tokens: int = 0
+    columns: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON types, with rates."""
+        rate = 1.0 / max(self.seconds, 1e-9)
+        return {
+            **{name: value for name, value in self.__dict__.items() if name not in ("target", "columns")},
+            "columns": list(self.columns),
+            "out": str(self.target),
+            "rows_per_s": round(self.new_rows * rate, 1),
+            "tokens_per_s": round(self.tokens * rate, 1),
+        }
 
 
 class Run:
@@ -97,7 +166,9 @@ class Run:
                     return number, True
                 if part.record is not None:
                     self._compare(part)
-                    if self._is_old(part):
+                    # Of an earlier run, and not of a faster rank of this run.
+                    mine = self._rank.world == 1 or self._rank.owns(part.number)
+                    if mine or part.record.get("time", 0.0) < self._began - START_SKEW_S:
                         there.add(part.number)
                 elif part.rows:
                     self._predict(part)
@@ -134,11 +205,6 @@ class Run:
         with closing(self._reopen()) as self._rows:
             self._takes = lambda number: True
             return not self._walk(set())[1]
-
-    def _is_old(self, part: _Part) -> bool:
-        """Return whether a finished part belongs to an earlier run, and not to a faster rank of this run."""
-        mine = self._rank.world == 1 or self._rank.owns(part.number)
-        return mine or (part.record or {}).get("time", 0.0) < self._began - START_SKEW_S
 
     def _is_ahead(self) -> bool:
         # An accelerator would idle while rows are read; a CPU would read with the same cores.
@@ -192,12 +258,9 @@ class Run:
 
     def _result(self, result: FileResult, numbers: range, there: set[int]) -> FileResult:
         records = self._records if result.is_whole else [self._parts.record(n) or {} for n in numbers]
-        result.rows = sum(r.get("rows", 0) for r in records)
-        result.written = sum(r.get("written", 0) for r in records)
-        result.faulty = sum(r.get("faulty", 0) for r in records)
+        for name in ("rows", "written", "faulty", "empty", "truncated"):
+            setattr(result, name, sum(r.get(name, 0) for r in records))
         result.faults = [fault for r in records for fault in r.get("faults", ())][:MAX_FAULTS]
-        result.empty = sum(r.get("empty", 0) for r in records)
-        result.truncated = sum(r.get("truncated", 0) for r in records)
         result.parts, result.resumed = sum(map(bool, records)), len(there)
         new = [r for n, r in enumerate(records) if n not in there]
         result.new_rows = sum(r.get("rows", 0) for r in new)

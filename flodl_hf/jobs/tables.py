@@ -5,6 +5,7 @@ pyarrow is an optional dependency. It is imported when such a file is written.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -135,8 +136,8 @@ def joined_tables(format: str, types: Mapping[str, Any], parts: Iterable[bytes])
         with writer:
             for table in _grouped(arrow, schema, parts, *limits):
                 writer.write_table(table, max(1, table.num_rows))
-                yield from sink.drained()
-    yield from sink.drained()
+                yield sink.drained()
+    yield sink.drained()
 
 
 def _grouped(arrow: Any, schema: Any, parts: Iterable[bytes], max_rows: int, max_bytes: int) -> Iterator[Any]:
@@ -151,32 +152,22 @@ def _grouped(arrow: Any, schema: Any, parts: Iterable[bytes], max_rows: int, max
         yield arrow.concat_tables(waiting)
 
 
-class _Sink:
-    """File object that keeps written bytes until they are fetched."""
+class _Sink(io.BytesIO):
+    """File whose written bytes are fetched piece by piece; positions count all of them."""
 
-    closed = False
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._size = 0
-
-    def write(self, data: Any) -> int:
-        """Add bytes."""
-        self._parts.append(bytes(data))
-        self._size += len(self._parts[-1])
-        return len(self._parts[-1])
+    fetched = 0
 
     def tell(self) -> int:
         """Return the number of bytes written."""
-        return self._size
-
-    def flush(self) -> None:
-        """Do nothing."""
+        return self.fetched + super().tell()
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: the last bytes are fetched after the writer has ended."""
 
-    def drained(self) -> list[bytes]:
+    def drained(self) -> bytes:
         """Return the bytes written since the last call."""
-        parts, self._parts = self._parts, []
-        return parts
+        data = self.getvalue()
+        self.fetched += len(data)
+        self.seek(0)
+        self.truncate()
+        return data

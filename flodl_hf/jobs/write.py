@@ -236,13 +236,14 @@ def _bytes(text: str) -> bytes:
         raise RowFault("found a lone surrogate, expected valid Unicode") from None
 
 
-def _strays(values: Mapping[str, Any], columns: Sequence[str]) -> None:
-    if len(values) > len(columns) or not values.keys() <= set(columns):
-        stray = [name for name in values if name not in columns]
-        if stray:
-            raise RowFault(
-                f"columns {stray[:5]} were in none of the first rows. Select columns with keep, or write JSON lines."
-            )
+def _values(row: Row | None, columns: Sequence[str] | None) -> Mapping[str, Any] | None:
+    """Return the values of a row, if any; with ``columns``, a row with further columns raises an error."""
+    values = None if row is None else row.values
+    if values and columns is not None and (stray := [name for name in values if name not in columns]):
+        raise RowFault(
+            f"columns {stray[:5]} were in none of the first rows. Select columns with keep, or write JSON lines."
+        )
+    return values
 
 
 # ---- JSON lines ----------------------------------------------------------------------------------------
@@ -333,11 +334,9 @@ class _Cells(Writer):
         return text
 
     def keep(self, row: Row | None) -> list[str]:
-        values = None if row is None else row.values
+        values = _values(row, self._keep if self._own else None)
         if values is None:
             return [""] * len(self._keep)
-        if self._own:
-            _strays(values, self._keep)
         cells = []
         for name in self._keep:
             value = values.get(name)
@@ -400,11 +399,7 @@ class _Tables(Writer):
         self._types |= {name: arrow_type(kind) for name, kind in added.items()}
 
     def keep(self, row: Row | None) -> list[Any]:
-        values = None if row is None else row.values
-        if values is None:
-            return [None] * len(self._keep)
-        if self._own:
-            _strays(values, self._keep)
+        values = _values(row, self._keep if self._own else None) or {}
         return [self._value(name, values.get(name)) for name in self._keep]
 
     def _value(self, name: str, value: Any) -> Any:

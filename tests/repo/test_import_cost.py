@@ -101,7 +101,7 @@ print(sorted({name for name in others if {name, "flodl_hf.cli." + name} & set(sy
 
 
 @pytest.mark.parametrize(
-    "module", ["flodl_hf.jobs.worker", "flodl_hf.cli.predict", "flodl_hf.inference.vector_files", "flodl.signals"]
+    "module", ["flodl_hf.jobs.file", "flodl_hf.cli.predict", "flodl_hf.inference.vector_files", "flodl.signals"]
 )
 def test_prediction_comes_without_training(module: str) -> None:
     assert not [name for name in imported(module)["new"] if str(name).startswith("flodl.train")]  # type: ignore[attr-defined]
