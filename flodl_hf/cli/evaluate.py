@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -18,43 +17,37 @@ from flodl_hf.training.options import EvaluateOptions
 OPTIONS = {*EvaluateOptions.__annotations__, "devices"} - {"batch_size", "loss"}
 
 
-def _command() -> Callable[..., None]:
-    def command(**values: Any) -> None:
-        positional, named, json_output = values.pop("file"), values.pop("data"), values.pop("json_output")
-        model = values.pop("model")
-        if (positional is None) == (named is None):
-            found = f"{positional!r} and {named!r}" if named else "no data"
-            raise ConfigError(f"evaluate: found {found}, expected one file: --data FILE", problems=["data"])
-        data = train_data(positional if named is None else named)
-        options = {name: parse(name, value) for name, value in values.items()}
-        devices = options.pop("devices")
-        check_places("evaluation", {"model": model, "data": data})
-        with prefetching(model, {"device": devices if isinstance(devices, str) else None}):
-            from flodl_hf.training import evaluate
-
-            chosen = {name: value for name, value in options.items() if value is not None}
-            result = evaluate(model, data, devices=devices, **chosen)
-        for note in result.notes:
-            say(note)
-        emit(result.to_dict(), str(result), json_output)
-
-    command.__doc__ = HELP
-    parameters = [
-        parameter("model", str, typer.Argument(metavar="MODEL", help="A local folder or a Hub name."), REQUIRED),
-        parameter("file", str | None, typer.Argument(metavar="DATA", help="Labelled data, as of --data.")),
-        option("data", str, "Labelled data: CSV, TSV, JSON lines, Parquet, CoNLL, SQuAD JSON or text; or several as "
-               "name=file,name=file.", "-d"),
-        option("batch_size", int, "Rows of a batch (default 32).", "-b", min=1, show_default=False),
-        *option_parameters(OPTIONS),
-        JSON,
-    ]  # fmt: skip
-    return with_parameters(parameters)(command)
+PARAMETERS = (
+    parameter("model", str, typer.Argument(metavar="MODEL", help="A local folder or a Hub name."), REQUIRED),
+    parameter("file", str | None, typer.Argument(metavar="DATA", help="Labelled data, as of --data.")),
+    option("data", str, "Labelled data: CSV, TSV, JSON lines, Parquet, CoNLL, SQuAD JSON or text; or several as "
+           "name=file,name=file.", "-d"),
+    option("batch_size", int, "Rows of a batch (default 32).", "-b", min=1, show_default=False),
+    *option_parameters(OPTIONS),
+    JSON,
+)  # fmt: skip
 
 
-HELP = (
-    "Evaluate a model on labelled data, without training.\n\n"
-    "Prints the metrics that finetune reports for --eval, with a table of labels and a confusion matrix. A folder that "
-    "finetune wrote is evaluated with the task and the options of its recipe.yaml, unless they are given here."
-)
+@reporting
+@with_parameters(PARAMETERS)
+def command(model: str, file: str | None, data: str | None, json_output: bool, **values: Any) -> None:
+    """Evaluate a model on labelled data, without training.
 
-command = reporting(_command())
+    Prints the metrics that finetune reports for --eval, with a table of labels and a confusion matrix. A folder that
+    finetune wrote is evaluated with the task and the options of its recipe.yaml, unless they are given here.
+    """
+    if (file is None) == (data is None):
+        found = f"{file!r} and {data!r}" if data else "no data"
+        raise ConfigError(f"evaluate: found {found}, expected one file: --data FILE", problems=["data"])
+    rows = train_data(file if data is None else data)
+    options = {name: parse(name, value) for name, value in values.items()}
+    devices = options.pop("devices")
+    check_places("evaluation", {"model": model, "data": rows})
+    with prefetching(model, {"device": devices if isinstance(devices, str) else None}):
+        from flodl_hf.training import evaluate
+
+        chosen = {name: value for name, value in options.items() if value is not None}
+        result = evaluate(model, rows, devices=devices, **chosen)
+    for note in result.notes:
+        say(note)
+    emit(result.to_dict(), str(result), json_output)

@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -338,56 +338,6 @@ def _pairs(name: str, text: str) -> list[tuple[str, str]]:
     return found
 
 
-def _command() -> Callable[..., None]:
-    """Return the command with its arguments and one option for each row of the table."""
-    table = [name for name, (_, row) in HINTS.items() if row.metadata["cli"]]
-
-    def command(**arguments: Any) -> None:
-        given = {name: parse(name, arguments.pop(name)) for name in table} | _set_values(arguments["set"] or ())
-        if arguments["data"] is not None and arguments["train"] is not None:
-            raise ConfigError(
-                f"train: found {arguments['data']!r} after MODEL and {arguments['train']!r}; expected one of them",
-                problems=["train"],
-            )
-        values = _values(arguments, given)
-        data = {"train": train_data(values["train"]), "eval": eval_data(values.get("eval"))}
-        check_places("training", {**values, **data})
-        with prefetching(values["model"], _loading(values)):
-            _run(values, arguments)
-
-    command.__doc__ = HELP
-    parameters = [
-        parameter("model", str | None, typer.Argument(metavar="MODEL", help="A local folder or a Hub name.")),
-        parameter("data", str | None, typer.Argument(metavar="TRAIN", help="Training data, as of --train.")),
-        option("train", str, "Training data: CSV, TSV, JSON lines, Parquet, CoNLL, SQuAD JSON or text; for vectors "
-               "also several as name=file,name=file.", "-t"),
-        option("eval", str, "Held-out data, evaluated after each epoch: a file, several as name=file,name=file, or a "
-               "share of the training rows (0.2)."),
-        option("out", Path, "Folder to write; by default MODEL-finetuned here, by the last part of the name, with -2, "
-               "-3 and so on where that is taken.", "-o"),
-        option("overwrite", bool, "Replace a model in that folder.", default=False),
-        option("recipe", Path, "YAML file with options; those on the command line win.", "-r"),
-        option("env", str, "Override the recipe with RECIPE.ENV.yaml."),
-        option("set", list[str], "Set any option of the reference, with the value as YAML: --set beta1=0.8 --set "
-               "'adapter={type: ia3}'.", metavar="NAME=VALUE"),
-        option("dry_run", bool, "Read and check all, try the heaviest batch and three steps on a copy, report the "
-               "resources needed, and write nothing.", default=False),
-        option("find_lr", bool, "Train a copy at rising rates, report where the loss fell fastest, and write nothing.",
-               default=False),
-        TIMING,
-        option("dashboard", str, "Show the run on a page of this machine, at this port or the first free one from 6060 "
-               "on.", metavar="[PORT]"),
-        option("dashboard_control", bool, "Let that page make the run evaluate, save or stop, authorised by the token "
-               "in its address.", default=False),
-        *option_parameters(table),
-        option("json_output", bool, "Print one JSON document instead of text.", "--json", default=False),
-        option("help_all", bool, "Show all options and exit.", default=False),
-    ]  # fmt: skip
-    for one in parameters:
-        one.annotation.__metadata__[0].hidden = one.name not in SHOWN_IN_HELP
-    return with_parameters(parameters)(command)
-
-
 def _set_values(texts: Sequence[str]) -> dict[str, Any]:
     """Return the options that ``--set NAME=VALUE`` sets; values are YAML."""
     import yaml
@@ -446,11 +396,55 @@ def _default(value: Any) -> str:
     return json.dumps(value) if isinstance(value, (int, float)) else str(value)
 
 
-HELP = (
-    "Train a model on your data and write it as a Hugging Face folder.\n\n"
-    "The task follows from the columns of the data (a text and a label, words and tags, a question with context and "
-    "answers, a prompt with choices, plain text), and labels are read off the data. The folder has a model card, the "
-    "recipe that reproduces it, and every figure."
-)
+_TABLE = [name for name, (_, row) in HINTS.items() if row.metadata["cli"]]
+PARAMETERS = [
+    parameter("model", str | None, typer.Argument(metavar="MODEL", help="A local folder or a Hub name.")),
+    parameter("data", str | None, typer.Argument(metavar="TRAIN", help="Training data, as of --train.")),
+    option("train", str, "Training data: CSV, TSV, JSON lines, Parquet, CoNLL, SQuAD JSON or text; for vectors "
+           "also several as name=file,name=file.", "-t"),
+    option("eval", str, "Held-out data, evaluated after each epoch: a file, several as name=file,name=file, or a "
+           "share of the training rows (0.2)."),
+    option("out", Path, "Folder to write; by default MODEL-finetuned here, by the last part of the name, with -2, "
+           "-3 and so on where that is taken.", "-o"),
+    option("overwrite", bool, "Replace a model in that folder.", default=False),
+    option("recipe", Path, "YAML file with options; those on the command line win.", "-r"),
+    option("env", str, "Override the recipe with RECIPE.ENV.yaml."),
+    option("set", list[str], "Set any option of the reference, with the value as YAML: --set beta1=0.8 --set "
+           "'adapter={type: ia3}'.", metavar="NAME=VALUE"),
+    option("dry_run", bool, "Read and check all, try the heaviest batch and three steps on a copy, report the "
+           "resources needed, and write nothing.", default=False),
+    option("find_lr", bool, "Train a copy at rising rates, report where the loss fell fastest, and write nothing.",
+           default=False),
+    TIMING,
+    option("dashboard", str, "Show the run on a page of this machine, at this port or the first free one from 6060 "
+           "on.", metavar="[PORT]"),
+    option("dashboard_control", bool, "Let that page make the run evaluate, save or stop, authorised by the token "
+           "in its address.", default=False),
+    *option_parameters(_TABLE),
+    option("json_output", bool, "Print one JSON document instead of text.", "--json", default=False),
+    option("help_all", bool, "Show all options and exit.", default=False),
+]  # fmt: skip
+for row in PARAMETERS:
+    row.annotation.__metadata__[0].hidden = row.name not in SHOWN_IN_HELP
 
-command = reporting(_command())
+
+@reporting
+@with_parameters(PARAMETERS)
+def command(**arguments: Any) -> None:
+    """Train a model on your data and write it as a Hugging Face folder.
+
+    The task follows from the columns of the data (a text and a label, words and tags, a question with context and
+    answers, a prompt with choices, plain text), and labels are read off the data. The folder has a model card, the
+    recipe that reproduces it, and every figure.
+    """
+    given = {name: parse(name, arguments.pop(name)) for name in _TABLE} | _set_values(arguments["set"] or ())
+    if arguments["data"] is not None and arguments["train"] is not None:
+        raise ConfigError(
+            f"train: found {arguments['data']!r} after MODEL and {arguments['train']!r}; expected one of them",
+            problems=["train"],
+        )
+    values = _values(arguments, given)
+    data = {"train": train_data(values["train"]), "eval": eval_data(values.get("eval"))}
+    check_places("training", {**values, **data})
+    with prefetching(values["model"], _loading(values)):
+        _run(values, arguments)

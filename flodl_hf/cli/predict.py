@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,7 +132,8 @@ def command(
     options, files, loading = (chosen(values, rows) for rows in (OPTIONS, FILES, LOADING))
     options = replace_aliases(options)
     if "threshold" in options:
-        options["threshold"] = _threshold(options["threshold"])
+        with suppress(ValueError):  # "tuned" stays a word, and other words are refused by `predict`
+            options["threshold"] = float(options["threshold"])
     if page is not None and (source is not None or out is not None):
         _misused("--html draws the answers to texts; it does not support --in and --out")
     if source is not None and out is not None and not text:
@@ -233,23 +235,9 @@ def answer(
         return [[float(str(x)) for x in row] for row in found.float().numpy()] if model.head == "base" else found
 
     _known(model, {**options, **({} if question is None else {"question": question})})
-    chunk: list[str] = []
     size = 1 if sys.stdin.isatty() else WINDOW
-    for text in texts:
-        chunk.append(text)
-        if len(chunk) == size:
-            yield from zip(chunk, results(chunk), strict=True)
-            chunk = []
-    if chunk:
+    while chunk := list(islice(texts, size)):
         yield from zip(chunk, results(chunk), strict=True)
-
-
-def _threshold(text: str) -> float | str:
-    """Return a number where a number was given, else the word, which `predict` knows or refuses."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _known(model: Any, options: dict[str, Any]) -> None:

@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from flodl.errors import FlodlError, nearest
+from flodl.errors import FlodlError
 from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
-from flodl_hf.errors import ParityError
 
 
 @reporting
@@ -37,14 +36,12 @@ def command(
 
     Lists may be given with commas. Exit status 0 if no cell failed, 1 otherwise, 2 for names that do not exist.
     """
-    from flodl_hf.parity.matrix import check_names, run_matrix, select_cells
+    from flodl_hf.parity.matrix import expect_checks, run_matrix, select_cells
     from flodl_hf.parity.report import as_json, as_markdown, as_text, provenance
 
     try:
         cells = select_cells(_split(families), _split(heads), size)
-        if wrong := [name for name in _split(checks) if name not in check_names()]:
-            near = nearest(wrong[0], check_names())
-            raise ParityError(f"no check {wrong[0]!r}{near}; expected {', '.join(check_names())}")
+        expect_checks(_split(checks))
     except FlodlError as fault:
         # A name that does not exist is wrong usage, and not a result of the matrix.
         say(f"{type(fault).__name__}: {fault}")

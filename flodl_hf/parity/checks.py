@@ -81,14 +81,20 @@ def forward(bench: Bench) -> Evidence:
     for attention in ("sdpa", "eager"):
         ours = bench.ours.set_attention(attention)
         theirs = bench.theirs if attention == "sdpa" else bench.load_theirs("eager")
-        for batch in bench.batches():
-            expected = theirs(batch.inputs)
-            with torch.no_grad():
-                found = ours(**batch.inputs)
-            for name, value in expected.items():
-                gaps[f"{attention}, {batch.name}, {name}"] = gap(found[name], value)
+        gaps |= {f"{attention}, {name}": value for name, value in _gaps(bench, ours, theirs).items()}
     bench.ours.set_attention("sdpa")
     return verdict("forward", gaps, "outputs")
+
+
+def _gaps(bench: Bench, ours: Any, theirs: Any) -> dict[str, float]:
+    """Return the difference of each output on each awkward batch."""
+    gaps: dict[str, float] = {}
+    for batch in bench.batches():
+        expected = theirs(batch.inputs)
+        with torch.no_grad():
+            found = ours(**batch.inputs)
+        gaps |= {f"{batch.name}, {name}": gap(found[name], value) for name, value in expected.items()}
+    return gaps
 
 
 def layouts(bench: Bench) -> Evidence:
@@ -206,13 +212,7 @@ def reload(bench: Bench) -> Evidence:
     theirs = bench.load_theirs(folder=out)
     if theirs.missing or theirs.unexpected:
         return Evidence("reload", "fail", f"missing {theirs.missing[:3]}, unexpected {theirs.unexpected[:3]}")
-    gaps: dict[str, float] = {}
-    for batch in bench.batches():
-        expected = theirs(batch.inputs)
-        with torch.no_grad():
-            found = model(**batch.inputs)
-        gaps |= {f"{batch.name}, {name}": gap(found[name], value) for name, value in expected.items()}
-    return verdict("reload", gaps, "outputs after 0 missing, 0 unexpected keys")
+    return verdict("reload", _gaps(bench, model, theirs), "outputs after 0 missing, 0 unexpected keys")
 
 
 TEXTS = (

@@ -67,6 +67,17 @@ def check_names() -> list[str]:
     return [check.__name__ for check in CHECKS]
 
 
+def expect_checks(names: Sequence[str]) -> None:
+    """Raise for the name of a check that does not exist.
+
+    Raises:
+        ParityError: an unknown check.
+    """
+    known = check_names()
+    if wrong := [name for name in names if name not in known]:
+        raise ParityError(f"no check {wrong[0]!r}{nearest(wrong[0], known)}; expected {', '.join(known)}")
+
+
 def select_cells(families: Sequence[str] = (), heads: Sequence[str] = (), size: str = "tiny") -> list[Cell]:
     """Return the cells of the named families and heads; all of them where none is named.
 
@@ -184,11 +195,7 @@ def run_matrix(
     Raises:
         ParityError: an unknown check.
     """
-    wrong = [name for name in checks if name not in check_names()]
-    if wrong:
-        raise ParityError(
-            f"no check {wrong[0]!r}{nearest(wrong[0], check_names())}; expected {', '.join(check_names())}"
-        )
+    expect_checks(checks)
     options: dict[str, Any] = {"size": size, "checks": tuple(checks), "seed": seed, "live": live}
     todo = list(cells)
     if jobs <= 1:
