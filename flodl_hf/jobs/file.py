@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Literal
 
 from flodl.errors import DataError, nearest, printable
@@ -27,6 +28,7 @@ from flodl_hf.jobs.run import FileResult, Progress, Run
 from flodl_hf.jobs.tasks import VECTOR
 from flodl_hf.jobs.write import output_format
 from flodl_hf.tokenization.readers.rows import STDIN, open_rows
+from flodl_hf.workers.messages import Stream
 
 OnError = Literal["stop", "skip", "null"]
 
@@ -252,3 +254,23 @@ def _check(path: Path, out: Path, on_error: str, part_rows: int | None, rank: Ra
         faults.append(f"input and output are the same file, {printable(str(out), 400)}. Select another output")
     if faults:
         raise PredictError(f"predict_file: {'; '.join(faults)}", problems=faults)
+
+
+def serve(stream: Stream) -> None:
+    """Predict this rank's parts of a job; the connection's end is the end of rank 0.
+
+    Args:
+        stream: connection to rank 0, which sends the job, and then a message to stop after the current part.
+    """
+    received, stop = stream.read(), Event()
+    if received is None:
+        return
+
+    def listen() -> None:
+        if stream.read() is None:
+            os._exit(1)
+        stop.set()
+
+    Thread(target=listen, name="flodl-hf-stop", daemon=True).start()
+    job = received[0]
+    predict_file(job.pop("model"), job.pop("source"), job.pop("target"), should_stop=stop.is_set, **job)

@@ -20,7 +20,6 @@ from flodl.devices import all_devices, cuda_count, find_device
 from flodl.errors import DeviceError
 from flodl_hf.errors import PredictError
 from flodl_hf.jobs.parts import Parts
-from flodl_hf.workers.messages import Stream
 from flodl_hf.workers.pool import Worker
 from flodl_hf.workers.process import Process
 
@@ -29,7 +28,7 @@ SEEK_S = 0.05  # interval of checks for other ranks
 FROZEN_S = 60.0  # a rank that wrote nothing for this time is considered dead
 START_S = 600.0  # a rank that wrote nothing yet may still be loading its model
 JOIN_S = 120.0  # time for the first rank to lay out the folder
-RANK = "flodl_hf.jobs.ranks:serve"  # function of a worker process
+RANK = "flodl_hf.jobs.file:serve"  # function of a worker process
 
 
 class LostRank(Exception):
@@ -274,25 +273,3 @@ class Workers:
             worker.close()
         self._running = []
         torch.set_num_threads(self._threads)
-
-
-def serve(stream: Stream) -> None:
-    """Predict this rank's parts of a job; the connection's end is the end of rank 0.
-
-    Args:
-        stream: connection to rank 0, which sends the job, and then a message to stop after the current part.
-    """
-    from flodl_hf.jobs.file import predict_file
-
-    received, stop = stream.read(), threading.Event()
-    if received is None:
-        return
-
-    def listen() -> None:
-        if stream.read() is None:
-            os._exit(1)
-        stop.set()
-
-    threading.Thread(target=listen, name="flodl-hf-stop", daemon=True).start()
-    job = received[0]
-    predict_file(job.pop("model"), job.pop("source"), job.pop("target"), should_stop=stop.is_set, **job)
