@@ -113,14 +113,16 @@ def _shared_memory(ranks: Ranks, size: int) -> tuple[torch.Tensor, Any]:
     Raises:
         PeerAccessError: it cannot be created on one of them.
     """
-    import torch.distributed._symmetric_memory as shared
+    # The module torch.distributed._symmetric_memory would import sympy, which takes seconds.
+    from torch._C._distributed_c10d import _SymmetricMemory
 
     memory, handle = None, None
     with _together(ranks):
-        memory = shared.empty(size, dtype=torch.uint8, device=ranks.device)
+        memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, ranks.device)
     assert memory is not None
+    assert dist.group.WORLD is not None
     with _together(ranks), _without_multicast():
-        handle = shared.rendezvous(memory, dist.group.WORLD)  # type: ignore[arg-type]
+        handle = _SymmetricMemory.rendezvous(memory, dist.group.WORLD.group_name)
     return memory, handle
 
 

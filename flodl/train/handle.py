@@ -23,8 +23,8 @@ from flodl.train.audience import Audience
 from flodl.train.callback import Guarded
 from flodl.train.events import EpochMetrics, Event, Events, Observed, RunFailed, StepDone
 from flodl.train.plan import GivenModel, RunPlan
-from flodl.train.saving.state import model_state
-from flodl.train.snapshots import ModelSnapshot, ModelWeights, Tensors, pack_weights, unpack_weights
+from flodl.train.saving.state import learned_tensors, model_state
+from flodl.train.snapshots import ModelSnapshot, ModelWeights, SharedWeights, Tensors, unpack_weights
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ class Handle:
         self._plan = plan
         self._events = Events()
         self._metrics: list[EpochMetrics] = []
+        self._weights = SharedWeights()
         self._trained: Trained | None = None
         self._snapshots: deque[ModelSnapshot] = deque()
         self._stopped: dict[str, Any] = {}
@@ -151,7 +152,7 @@ class Handle:
         try:
             self._crew = launch(
                 _run_rank,
-                (sent, make_trainer),
+                (sent, make_trainer, self._weights),
                 ranks=self.world_size,
                 device=None if None in names else self.devices,
                 start=plan.start,
@@ -178,8 +179,8 @@ class Handle:
             step, epoch, data, metrics = body
             self._snapshots.append(ModelSnapshot(step, epoch, *unpack_weights(data), metrics))
         elif kind == "stopped":
-            step, folder, data = body
-            self._stopped = {"step": step, "folder": folder, "trained": self._result(data)}
+            step, folder, table = body
+            self._stopped = {"step": step, "folder": folder, "trained": self._result(table)}
         elif kind == "failed":
             error, restarts = body
             about: Any = {"failed_rank": error.rank, "phase": error.phase, "restarts": restarts}
@@ -189,10 +190,10 @@ class Handle:
             return self._metrics_fn(partial(warnings.warn, category=RuntimeWarning, stacklevel=2), body) is not False
         return None
 
-    def _result(self, data: bytes) -> Trained:
-        """Return the result of the weights that rank 0 sent; a model that the user passed gets them."""
+    def _result(self, table: list[tuple[Any, ...]]) -> Trained:
+        """Return the result of the weights that rank 0 wrote; a model that the user passed gets them."""
         factory = self._plan.model_factory
-        trained = Trained(*unpack_weights(data), list(self._metrics), _factory=factory)
+        trained = Trained(*self._weights.read(table), list(self._metrics), _factory=factory)
         if isinstance(factory, GivenModel):
             trained.load_into(factory.model)
         return trained
@@ -275,8 +276,8 @@ class Handle:
         """
         if self._trained is None:
             with self._audience, self._interrupted():
-                data = self._crew.wait()[0]
-            self._trained = self._result(data)
+                table = self._crew.wait()[0]
+            self._trained = self._result(table)
         return self._trained
 
 
@@ -301,8 +302,8 @@ class SendEvents:
             self.pipe.send(("event", event))
 
 
-def _run_rank(ranks: Ranks, plan: RunPlan, make_trainer: Callable[[RunPlan], Any]) -> bytes | None:
-    """Train as one rank, and return the packed weights on rank 0."""
+def _run_rank(ranks: Ranks, plan: RunPlan, make_trainer: Callable[[RunPlan], Any], shared: SharedWeights) -> Any:
+    """Train as one rank; rank 0 writes its weights to ``shared`` and returns their table."""
 
     def ask_starter(metrics: EpochMetrics) -> Any:
         ranks.pipe.send(("metrics", metrics))
@@ -315,9 +316,12 @@ def _run_rank(ranks: Ranks, plan: RunPlan, make_trainer: Callable[[RunPlan], Any
         trainer.train()
     except TrainInterrupted as stop:
         if ranks.rank == 0:
-            ranks.pipe.send(("stopped", (stop.step, stop.folder, pack_weights(stop.trained))))
+            table = shared.write(stop.trained.state_dict(), stop.trained.buffers)
+            ranks.pipe.send(("stopped", (stop.step, stop.folder, table)))
         raise
     if ranks.rank and not trainer.sharded:
         return None
-    trained = Trained.of(trainer.model, keep=ranks.rank == 0)
-    return pack_weights(trained) if ranks.rank == 0 else None
+    model = trainer.model
+    state = model_state(model, keep=ranks.rank == 0) if trainer.sharded else learned_tensors(model)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return shared.write(state, state.keys() - names) if ranks.rank == 0 else None

@@ -24,6 +24,7 @@ from flodl.train.optim.rates import make_schedule
 from flodl.train.precision import Precision
 from flodl.train.saving.state import check_same_model, seed_all
 from flodl.train.settings import Settings, check_settings
+from flodl.train.step.decide import hash_triton
 from flodl.train.step.host import TrainStep
 
 
@@ -160,6 +161,8 @@ class RunPlan:
         """
         settings = self.settings
         ranks.phase("model build")
+        if ranks.device.type == "cuda":
+            hash_triton()
         model = self.model_factory(ranks.device)
         check_settings(settings, world=ranks.world, run=self)
         is_sharded = settings.shard is not None and not ranks.solo

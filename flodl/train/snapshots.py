@@ -8,10 +8,15 @@ so training does not wait.
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import tempfile
+import weakref
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing import reduction
 from typing import Any
 
 import torch
@@ -25,6 +30,7 @@ from flodl.errors import CheckpointError, TrainError
 from flodl.train.saving.state import copies, event_after, load_model, on_host
 
 KEY = "snapshot"
+ALIGNMENT = 64
 Tensors = dict[str, torch.Tensor]
 
 
@@ -59,6 +65,63 @@ def unpack_weights(data: bytes) -> tuple[Tensors, Tensors]:
     state = parse_tensors(data)
     parameters, buffers = ({k[2:]: v for k, v in state.items() if k.startswith(kind)} for kind in ("p:", "b:"))
     return parameters, buffers
+
+
+class SharedWeights:
+    """Memory in which rank 0 leaves its weights for the process that started it, which a pipe would copy slowly.
+
+    Args:
+        descriptor: of the memory, in a process that received it; None creates it.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = _memory() if descriptor is None else descriptor
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def __reduce__(self) -> Any:
+        """Return what a new process needs to open the same memory."""
+        return _received, (reduction.DupFd(self.descriptor),)
+
+    def write(self, tensors: Tensors, buffers: Iterable[str]) -> list[tuple[Any, ...]]:
+        """Copy tensors of any device into the memory and return their table, for `read` in the other process."""
+        table, size, buffers = [], 1, set(buffers)
+        for name, tensor in tensors.items():
+            begin = -(-size // ALIGNMENT) * ALIGNMENT
+            table.append((name, name in buffers, tensor.dtype, tensor.shape, begin))
+            size = begin + tensor.nbytes
+        os.ftruncate(self.descriptor, size)
+        for view, tensor in zip(self._views(table), tensors.values(), strict=True):
+            view.copy_(tensor.detach())
+        return table
+
+    def read(self, table: list[tuple[Any, ...]]) -> tuple[Tensors, Tensors]:
+        """Return the parameters and the buffers of a table, as views of the memory."""
+        found: tuple[Tensors, Tensors] = {}, {}
+        for (name, is_buffer, *_), view in zip(table, self._views(table), strict=True):
+            found[is_buffer][name] = view
+        return found
+
+    def _views(self, table: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+        memory = mmap.mmap(self.descriptor, 0)
+        return [
+            torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
+            if shape.numel()
+            else torch.empty(shape, dtype=dtype)
+            for _, _, dtype, shape, begin in table
+        ]
+
+
+def _received(duplicate: Any) -> SharedWeights:
+    return SharedWeights(duplicate.detach())
+
+
+def _memory() -> int:
+    """Return the descriptor of memory that processes can share; of a file without a name where there is none."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("flodl")
+    descriptor, path = tempfile.mkstemp()
+    os.unlink(path)
+    return descriptor
 
 
 @dataclass(frozen=True)

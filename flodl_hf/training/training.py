@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from flodl.background import BackgroundWorker
 from flodl.errors import CheckpointError, TrainError, TrainInterrupted, nearest
 from flodl.train import Callback, Ema, Profiler, Trainer, adamw, layerwise_decay, parameter_groups, sgd
 from flodl.train.events import Event
 from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.reading import ranked, read_checkpoint, signed
-from flodl.train.saving.state import load_model, model_state
+from flodl.train.saving.state import copies, event_after, learned_tensors, load_model, on_host
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.settings import flat_words
 from flodl_hf.models.transformers_methods import freeze
@@ -310,7 +311,7 @@ class Best(Callback):
     def __init__(self, metric: str, last: EvalPredictions | None = None) -> None:
         self.metric, self.last = metric, last
         self.row: dict[str, Any] = {}  # of the best evaluation
-        self.seen, self._state = last, {}
+        self.seen, self._worker, self._state = last, None, None
 
     def on_evaluate(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
         """Keep the weights if they are the best so far."""
@@ -319,13 +320,16 @@ class Best(Callback):
         # Processes that another one started are not needed after the run, except for the first.
         if self.row is row and (trainer.ranks.rank == 0 or trainer.ranks.pipe is None):
             with trainer.averaged_weights():
-                self._state = model_state(trainer.model)
+                taken = copies(learned_tensors(trainer.model))
+            ready = event_after(taken.values())
+            self._worker = self._worker or BackgroundWorker("flodl-best")
+            self._state = self._worker.submit(lambda: dict(on_host(taken, ready)))
             self.seen = None if self.last is None else replace(self.last)
 
     def on_train_end(self, trainer: Any) -> None:
         """Load the best weights, and emit their predictions."""
-        if self._state and self.row["step"] != trainer.policy.steps:
-            load_model(trainer.model, self._state)
+        if self._state is not None and self.row["step"] != trainer.policy.steps:
+            load_model(trainer.model, self._state.result())
         if trainer.ranks.rank == 0:
             trainer.events.emit(BestPredictions(seen=self.seen))
 

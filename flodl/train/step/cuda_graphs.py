@@ -8,6 +8,7 @@ on a second stream. A trial verifies that the driver orders captured graphs by e
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -45,8 +46,14 @@ class CudaCapturer:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as seen, self._tuned(), torch.cuda.stream(self._stream):
+        seen: list[tuple[int, Any]] = []
+
+        def note(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+            seen.append((threading.get_ident(), warnings.WarningMessage(message, category, filename, lineno)))
+
+        with warnings.catch_warnings(), self._tuned(), torch.cuda.stream(self._stream):
             warnings.simplefilter("always")
+            warnings.showwarning = note
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 outcome = run()
@@ -54,10 +61,13 @@ class CudaCapturer:
                 torch.cuda.set_sync_debug_mode(mode)
         current.wait_stream(self._stream)
         outcome.row.record_stream(current)
-        waits = [w for w in seen if "synchronizing CUDA operation" in str(w.message)]
-        for other in seen:
-            if other not in waits and "debug mode is a prototype" not in str(other.message):
-                warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+        waits = []
+        for thread, one in seen:
+            if "synchronizing CUDA operation" in str(one.message):
+                # Other threads, such as those that write checkpoints, may wait.
+                waits += [one] if thread == threading.get_ident() else []
+            elif "debug mode is a prototype" not in str(one.message):
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         fault = f"it synchronises with the device at {waits[0].filename}:{waits[0].lineno}" if waits else None
         return outcome, fault
 

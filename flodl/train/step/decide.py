@@ -8,10 +8,12 @@ of a kernel get stretches of many tensors, whose addresses they read from a tabl
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -248,6 +250,16 @@ def load_kernels() -> Any:
 
         return norm_kernels
     return None
+
+
+def hash_triton() -> None:
+    """Compute the hash of Triton, which its first kernel needs, in a thread: half a second of reading files."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # a version without this function computes the hash later
+            import_module("triton.runtime.cache").triton_key()
+
+    threading.Thread(target=run, name="flodl-triton", daemon=True).start()
 
 
 @lru_cache(maxsize=8)

@@ -118,11 +118,14 @@ def test_where_room_goes_out_while_a_run_goes_on_it_is_told_once(monkeypatch: py
 
 @pytest.mark.parametrize("before", [None, "0"])
 def test_memory_is_shared_without_multicast(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
-    import torch.distributed._symmetric_memory as shared
+    from torch._C._distributed_c10d import _SymmetricMemory
 
     seen: list[str | None] = []
 
-    def rendezvous(memory: torch.Tensor, group: Any) -> str:
+    def empty(size: tuple[int], stride: tuple[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def rendezvous(memory: torch.Tensor, group: str) -> str:
         seen.append(os.environ.get(peer_memory.NO_MULTICAST))
         if len(seen) > 1:
             raise RuntimeError("CUDA driver error: invalid argument\nat a line of torch")
@@ -131,8 +134,9 @@ def test_memory_is_shared_without_multicast(monkeypatch: pytest.MonkeyPatch, bef
     monkeypatch.delenv(peer_memory.NO_MULTICAST, raising=False)
     if before is not None:
         monkeypatch.setenv(peer_memory.NO_MULTICAST, before)
-    monkeypatch.setattr(shared, "empty", torch.empty)
-    monkeypatch.setattr(shared, "rendezvous", rendezvous)
+    monkeypatch.setattr(_SymmetricMemory, "empty_strided_p2p", staticmethod(empty))
+    monkeypatch.setattr(_SymmetricMemory, "rendezvous", staticmethod(rendezvous))
+    monkeypatch.setattr(peer_memory.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(group_name="0")))
     memory, handle = peer_memory._shared_memory(Ranks(), 48)
     assert (len(memory), handle) == (48, "a handle")
     with pytest.raises(PeerAccessError, match=r"^rank 0: RuntimeError: CUDA driver error: invalid argument$"):

@@ -3,6 +3,7 @@
 import random
 from contextlib import nullcontext
 from itertools import pairwise
+from threading import Thread
 
 import pytest
 import torch
@@ -562,6 +563,22 @@ def test_a_model_that_cannot_be_captured_trains_on_a_gpu_like_any_other(monkeypa
     )
     same(found, plain)
     assert len(found[2]) == 1
+
+
+@pytest.mark.gpu
+def test_waits_of_another_thread_do_not_prevent_a_capture(monkeypatch):
+    tensors = []
+
+    def reads(model, batch):
+        loss = step(model, batch)
+        if not tensors:
+            tensors.append(torch.ones(3, device="cuda"))
+            thread = Thread(target=tensors[0].cpu)
+            thread.start()
+            thread.join()
+        return loss
+
+    assert run("cuda", monkeypatch, train_step=reads, device="cuda", capture=True)[2] == []
 
 
 @pytest.mark.gpu
