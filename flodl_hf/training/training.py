@@ -13,6 +13,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +23,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from flodl.background import BackgroundWorker
 from flodl.errors import CheckpointError, TrainError, TrainInterrupted, nearest
 from flodl.train import Callback, Ema, Profiler, Trainer, adamw, layerwise_decay, parameter_groups, sgd
 from flodl.train.events import Event
 from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.reading import ranked, read_checkpoint, signed
-from flodl.train.saving.state import copies, event_after, learned_tensors, load_model, on_host
+from flodl.train.saving.state import copy_in_background, load_model
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.settings import flat_words
 from flodl_hf.models.transformers_methods import freeze
@@ -319,11 +319,9 @@ class Best(Callback):
         self.row = best_row(self.metric, [self.row, row]) or {}
         # Processes that another one started are not needed after the run, except for the first.
         if self.row is row and (trainer.ranks.rank == 0 or trainer.ranks.pipe is None):
+            self._worker = self._worker or ThreadPoolExecutor(1)
             with trainer.averaged_weights():
-                taken = copies(learned_tensors(trainer.model))
-            ready = event_after(taken.values())
-            self._worker = self._worker or BackgroundWorker("flodl-best")
-            self._state = self._worker.submit(lambda: dict(on_host(taken, ready)))
+                self._state = copy_in_background(trainer.model, self._worker)
             self.seen = None if self.last is None else replace(self.last)
 
     def on_train_end(self, trainer: Any) -> None:

@@ -211,7 +211,7 @@ SHARED: dict[str, set[str]] = {
     "flodl.train.trials": {"Rehearsal"},
     "flodl.train.rules": {"parse_rule"},
     "flodl.train.saving.reading": {"list_checkpoints", "ranked", "read_checkpoint", "read_manifest", "signed"},
-    "flodl.train.saving.state": {"check_fits", "fixed_names", "load_model", "model_state"},
+    "flodl.train.saving.state": {"check_fits", "copy_in_background", "fixed_names", "load_model"},
     "flodl.train.trackers": {"make_tracker"},
     "flodl.verbosity": {"Verbosity", "parsed", "verbosity"},
 }

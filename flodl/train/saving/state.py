@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import numpy as np
@@ -332,6 +333,13 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if on_cuda and not _fits(on_cuda):
         return {name: to_cpu(tensor) for name, tensor in found.items()}
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
+
+
+def copy_in_background(model: nn.Module, worker: Executor) -> Future[Tensors]:
+    """Return a future of copies of `learned_tensors` in host memory; training may continue at once."""
+    taken = copies(learned_tensors(model))
+    ready = event_after(taken.values())
+    return worker.submit(lambda: dict(on_host(taken, ready)))
 
 
 def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
