@@ -15,7 +15,7 @@ from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.heads.prediction_keywords import ENTITIES
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.inference.batch import Pending, Scores
-from flodl_hf.inference.decode.compat.token_classification import TokenizerFacts, token_classification
+from flodl_hf.inference.decode.compat.token_classification import token_classification
 from flodl_hf.inference.decode.entities import Aggregation, TagScheme, decode_entities_batch
 from flodl_hf.inference.inputs import Encoded, as_text_list, encode
 from flodl_hf.inference.options import RunKeywords
@@ -135,15 +135,9 @@ class TokenClassifier(ScoringModel):
     ) -> list[Any]:
         tokenizer = self.tokenizer
         assert tokenizer is not None
-        facts = TokenizerFacts(
-            token=lambda i: tokenizer.convert_ids_to_tokens(i),
-            join=tokenizer.convert_tokens_to_string,
-            has_prefix=tokenizer.continuing_prefix is not None,
-            unk_id=tokenizer.unk_token_id,
-        )
         return [
             token_classification(
-                own, rows, text, self.config.labels, facts, aggregation_strategy=aggregation,
+                own, rows, text, self.config.labels, tokenizer, aggregation_strategy=aggregation,
                 ignore_labels=ignore_labels, word_spans=None if spans is None else spans[place],
             )
             for place, ((own, rows), text) in enumerate(zip(encoded.by_text(logits), texts, strict=True))

@@ -21,26 +21,18 @@ def missing(precision: str) -> str | None:
 @cache
 def multiplies_bf16() -> bool:
     """Return whether the processor has instructions for bf16, and torch's products for it are right."""
-    has = _capabilities()
-    named = has("avx512_bf16") or has("amx_tile") or has("amx_bf16")
-    return named and has_onednn(torch.bfloat16)
+    return any(map(_has, ("avx512_bf16", "amx_tile", "amx_bf16"))) and has_onednn(torch.bfloat16)
 
 
 def has_tiles() -> bool:
     """Return whether the CPU multiplies matrices by tiles (AMX), for which torch has special kernels."""
-    return _capabilities()("amx_tile")
+    return _has("amx_tile")
 
 
-class _Capabilities:
-    """torch's description of the CPU, from the old or new API."""
-
-    def __call__(self, name: str) -> bool:
-        listed = getattr(torch.cpu, "get_capabilities", None)
-        if listed is not None and name in (found := listed()):
-            return bool(found[name])
-        ask = getattr(torch.cpu, f"_is_{name}_supported", None)
-        return bool(ask()) if ask is not None else False
-
-
-def _capabilities() -> _Capabilities:
-    return _Capabilities()
+def _has(name: str) -> bool:
+    """Return whether torch's description of the CPU, by its old or new API, contains a feature."""
+    listed = getattr(torch.cpu, "get_capabilities", None)
+    if listed is not None and name in (found := listed()):
+        return bool(found[name])
+    ask = getattr(torch.cpu, f"_is_{name}_supported", None)
+    return bool(ask()) if ask is not None else False

@@ -66,14 +66,9 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
-        return {
-            "device": self.device,
-            "precision": self.precision,
-            "training": self.training,
-            "layers": [{"table": g.table, "layers": list(g.layers), "reason": g.reason} for g in self.groups],
-            "kernels": list(self.kernels),
-            "recorded": self.recorded,
-        }
+        layers = [{"table": g.table, "layers": list(g.layers), "reason": g.reason} for g in self.groups]
+        shown = {"device": self.device, "precision": self.precision, "training": self.training, "layers": layers}
+        return {**shown, "kernels": list(self.kernels), "recorded": self.recorded}
 
     def __str__(self) -> str:
         what = "training" if self.training else "prediction"

@@ -6,12 +6,13 @@ Colours are chosen by label, the same in every cell; texts are escaped. No scrip
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
+
 
 SHOWN = 20
 """Most results of a list that a page shows."""
@@ -19,23 +20,7 @@ MOST_TEXT = 2000
 """Most characters of one text that a page shows."""
 
 
-class Drawn(Protocol):
-    """Results of one text, as in `flodl_hf.inference.results`: records with their text."""
-
-    called: ClassVar[str]
-    given: Any
-
-    @property
-    def empty(self) -> bool:
-        """Whether there are no rows."""
-        ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, place: Any, /) -> Any: ...
-
-
-def page_of(found: Drawn) -> str:
+def page_of(found: Any) -> str:
     """Return the results of one text as a piece of HTML, in the form for its kind of records."""
     if found.empty and not found:
         return f"<div>{_shown(found.given) or '&nbsp;'} <i>(empty)</i></div>"
@@ -43,7 +28,7 @@ def page_of(found: Drawn) -> str:
     return f"<pre>{escape(repr(found))}</pre>" if draw is None else draw(found)
 
 
-def list_page(found: Sequence[Drawn]) -> str:
+def list_page(found: Sequence[Any]) -> str:
     """Return the results of several texts as a piece of HTML."""
     parts = [page_of(one) if hasattr(one, "called") else escape(repr(one)) for one in found[:SHOWN]]
     if len(found) > SHOWN:
@@ -80,7 +65,7 @@ def _bar(score: float) -> str:
     )
 
 
-def _labels(found: Drawn) -> str:
+def _labels(found: Any) -> str:
     rows = [(escape(one.label), _bar(one.score)) for one in found[:SHOWN]]
     return f"<div>{_shown(found.given)}</div>{table(rows)}"
 
@@ -106,11 +91,11 @@ def marked(text: str, spans: Iterable[tuple[int, int, str, str]]) -> str:
     return f'<div style="line-height:1.9">{"".join(parts)}{escape(text[at:])}</div>'
 
 
-def _entities(found: Drawn) -> str:
+def _entities(found: Any) -> str:
     return marked(str(found.given), [(e.start, e.end, e.label, f"{e.label} {e.score:.4f}") for e in found])
 
 
-def _answers(found: Drawn) -> str:
+def _answers(found: Any) -> str:
     question, context = found.given
     best = found[0] if len(found) else None
     asked = f"<div><b>{_shown(question)}</b></div>"
@@ -125,7 +110,7 @@ def _answers(found: Drawn) -> str:
     return f"{asked}{table(rows)}{marked(context, [(start, end, 'answer', f'{best.score:.4f}')])}"
 
 
-def _fills(found: Drawn) -> str:
+def _fills(found: Any) -> str:
     masks = []
     for number, fills in enumerate(found, 1):
         rows = [(f"<b>{escape(fill.token)}</b>", _bar(fill.score), escape(fill.sequence)) for fill in fills[:SHOWN]]
@@ -133,7 +118,7 @@ def _fills(found: Drawn) -> str:
     return f"<div>{_shown(found.given)}</div>{''.join(masks)}"
 
 
-def _ranking(found: Drawn) -> str:
+def _ranking(found: Any) -> str:
     rows = [(str(n), f"{one.score:.4f}", _shown(one.text)) for n, one in enumerate(found[:SHOWN], 1)]
     return f"<div><b>{_shown(found.given)}</b></div>{table(rows, ('', 'score', 'document'))}"
 

@@ -187,6 +187,16 @@ def _texts(given: Any) -> dict[str, Any]:
     return {"text": list(given) if isinstance(given, (list, tuple)) else given}
 
 
+def _best(name: str, description: str) -> Any:
+    """Return a property: a field of the best record, None without records."""
+    return property(lambda found: found._of_best(name), doc=description)
+
+
+def _input(description: str, part: int | None = None) -> Any:
+    """Return a property: what was predicted, or one part of it."""
+    return property(lambda found: found.given if part is None else found.given[part], doc=description)
+
+
 class Labels(Found["Classification"]):
     """The labels of one text with their scores, best first; ``label`` and ``score`` are the best one's.
 
@@ -197,25 +207,10 @@ class Labels(Found["Classification"]):
     called = "labels"
     columns = ("text", "label", "score")
 
-    @property
-    def text(self) -> Any:
-        """The text, or the pair of them."""
-        return self.given
-
-    @property
-    def label(self) -> str | None:
-        """The best label."""
-        return self._of_best("label")
-
-    @property
-    def score(self) -> float | None:
-        """The best label's score."""
-        return self._of_best("score")
-
-    @property
-    def windows(self) -> int | None:
-        """In how many windows the text was read."""
-        return self._of_best("windows")
+    text: Any = _input("The text, or the pair of them.")
+    label: str | None = _best("label", "The best label.")
+    score: float | None = _best("score", "The best label's score.")
+    windows: int | None = _best("windows", "In how many windows the text was read.")
 
 
 class Entities(Found["Entity"]):
@@ -225,10 +220,7 @@ class Entities(Found["Entity"]):
     called = "entities"
     columns = ("text", "entities")
 
-    @property
-    def text(self) -> str:
-        """The text; words that came split are joined."""
-        return self.given
+    text: str = _input("The text; words that came split are joined.")
 
     @property
     def entities(self) -> list[dict[str, Any]]:
@@ -251,40 +243,18 @@ class Answers(Found["Answer"]):
         """Whether the context is empty or white space alone."""
         return is_empty(self.given[1])
 
-    @property
-    def text(self) -> str | None:
-        """The best answer, exactly ``context[start:end]``."""
-        return self._of_best("text")
-
-    @property
-    def score(self) -> float | None:
-        """Its probability."""
-        return self._of_best("score")
-
-    @property
-    def start(self) -> int | None:
-        """Its first character in the context."""
-        return self._of_best("start")
-
-    @property
-    def end(self) -> int | None:
-        """The character after its last one."""
-        return self._of_best("end")
+    text: str | None = _best("text", "The best answer, exactly ``context[start:end]``.")
+    score: float | None = _best("score", "Its probability.")
+    start: int | None = _best("start", "Its first character in the context.")
+    end: int | None = _best("end", "The character after its last one.")
 
     @property
     def no_answer(self) -> bool:
         """Whether the best answer is that there is none, as it is where there was nothing to read."""
         return self[0].no_answer if self else True
 
-    @property
-    def question(self) -> str:
-        """The question."""
-        return self.given[0]
-
-    @property
-    def context(self) -> str:
-        """The context."""
-        return self.given[1]
+    question: str = _input("The question.", 0)
+    context: str = _input("The context.", 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return question, context, answers and whether there was nothing to read, as JSON types."""
@@ -321,25 +291,13 @@ class Fills(Found[list[Fill]]):
     called = "masks"
     columns = ("text", "token", "score", "sequence")
 
-    @property
-    def text(self) -> str:
-        """The text with its masks."""
-        return self.given
+    text: str = _input("The text with its masks.")
+    token: str | None = _best("token", "The best word for the first mask.")
+    score: float | None = _best("score", "Its probability.")
+    sequence: str | None = _best("sequence", "The text with it.")
 
-    @property
-    def token(self) -> str | None:
-        """The best word for the first mask."""
-        return self[0][0].token if self and self[0] else None
-
-    @property
-    def score(self) -> float | None:
-        """Its probability."""
-        return self[0][0].score if self and self[0] else None
-
-    @property
-    def sequence(self) -> str | None:
-        """The text with it."""
-        return self[0][0].sequence if self and self[0] else None
+    def _of_best(self, name: str) -> Any:
+        return getattr(self[0][0], name) if self and self[0] else None
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return a flat row for each word of each mask."""
@@ -352,10 +310,7 @@ class Ranking(Found["Ranked"]):
     __slots__ = ()
     called = "documents"
 
-    @property
-    def query(self) -> str:
-        """The query."""
-        return self.given
+    query: str = _input("The query.")
 
     @property
     def empty(self) -> bool:

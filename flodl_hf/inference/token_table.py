@@ -102,8 +102,6 @@ def framed(
     second: Flat | None = None,
     *,
     owners: np.ndarray | None = None,
-    first_token: np.ndarray | None = None,
-    window: np.ndarray | None = None,
 ) -> TokenTable:
     """Return rows of ids, the frame around each.
 
@@ -112,8 +110,6 @@ def framed(
         first: the ids of each row's first text.
         second: the ids of each row's second text.
         owners: see `TokenTable`; by default each row is a text.
-        first_token: see `TokenTable`; 0 by default.
-        window: see `TokenTable`; 0 by default.
     """
     ids, counts = first
     rows = len(counts)
@@ -133,17 +129,14 @@ def framed(
             found[at + place] = special
     types = None
     if any(frame.types):
-        types = _laid_out(np.array(frame.types if second is not None else _of_single(frame)), sizes, rows, np.int32)
+        kinds = frame.types if second is not None else (*frame.types[:2], frame.types[4])
+        types = _laid_out(np.array(kinds), sizes, rows, np.int32)
     zeros = np.zeros(rows, np.int64)
     nulls = zeros if lead or not frame.size else counts if between else content
     return TokenTable(
-        found, types, lengths, np.arange(rows) if owners is None else owners, content,
-        zeros if first_token is None else first_token, zeros if window is None else window, sequence, None, None, nulls,
+        found, types, lengths, np.arange(rows) if owners is None else owners, content, zeros, zeros, sequence, None,
+        None, nulls,
     )  # fmt: skip
-
-
-def _of_single(frame: Frame) -> tuple[int, ...]:
-    return frame.types[0], frame.types[1], frame.types[4]
 
 
 def of_one(ids: list[int], frame: Frame) -> TokenTable:
@@ -164,8 +157,8 @@ def of_one(ids: list[int], frame: Frame) -> TokenTable:
 
 
 def of_encodings(
-    encodings: list[Any], owners: np.ndarray | None = None, *, frame: Frame | None = None, offsets: bool = False,
-    words: bool = False,
+    encodings: Sequence[Any], owners: np.ndarray | None = None, *, frame: Frame | None = None, offsets: bool = False,
+    words: bool = False, special: str = "special_tokens_mask",
 ) -> TokenTable:  # fmt: skip
     """Return encodings of the tokenizers library as rows.
 
@@ -175,6 +168,7 @@ def of_encodings(
         frame: of the tokenizer, for these rows; None queries each row.
         offsets: whether to record offsets.
         words: whether to record words.
+        special: attribute with a flag for each special token.
     """
     lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
     total, rows = int(lengths.sum()), len(lengths)
@@ -193,20 +187,20 @@ def of_encodings(
         sequence = _laid_out(np.array([-1, 0, -1]), [len(frame.lead), counts, len(frame.trail)], rows, np.int8)
         nulls = zeros if frame.lead or not frame.trail else counts
     elif frame is not None and frame.lead and frame.between:
-        special = np.fromiter(each("special_tokens_mask"), bool, total)
+        specials = np.fromiter(each(special), bool, total)
         counts = lengths - frame.size
         # The first special behind the lead ends the first text.
-        special[(starts[:, None] + np.arange(len(frame.lead))).ravel()] = False
-        first = _first_true(special, lengths, starts) - len(frame.lead)
+        specials[(starts[:, None] + np.arange(len(frame.lead))).ravel()] = False
+        first = _first_true(specials, lengths, starts) - len(frame.lead)
         sizes = [len(frame.lead), first, len(frame.between), counts - first, len(frame.trail)]
         sequence = _laid_out(np.array([-1, 0, -1, 1, -1]), sizes, rows, np.int8)
         nulls = zeros
     else:
         frame = None
-        special = np.fromiter(each("special_tokens_mask"), bool, total)
+        specials = np.fromiter(each(special), bool, total)
         sequence = integers(map(attrgetter("sequence_ids"), encodings)).astype(np.int8)
-        counts = _per_row(~special, lengths)
-        nulls = _first_true(special, lengths, starts)
+        counts = _per_row(~specials, lengths)
+        nulls = _first_true(specials, lengths, starts)
     spans = word_ids = None
     if offsets:
         spans = np.fromiter(chain.from_iterable(each("offsets")), np.int64, 2 * total).reshape(total, 2)
@@ -246,29 +240,13 @@ def table_of(rows: Sequence[Row], owners: Sequence[int], *, offsets: bool = True
         owners: the text of each.
         offsets: whether they have offsets and words.
     """
-    lengths = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
-    total = int(lengths.sum())
-    starts = np.cumsum(lengths) - lengths
-    special = np.fromiter(chain.from_iterable(row.special for row in rows), bool, total)
-    spans = words = None
-    if offsets:
-        pairs = chain.from_iterable(chain.from_iterable(row.offsets for row in rows))
-        spans = np.fromiter(pairs, np.int64, 2 * total).reshape(total, 2)
-        words = integers(row.word_ids for row in rows)
-    types = np.fromiter(chain.from_iterable(row.type_ids for row in rows), np.int32, total)
-    return TokenTable(
-        np.fromiter(chain.from_iterable(row.ids for row in rows), np.int32, total),
-        types if types.any() else None,
-        lengths,
-        np.asarray(owners, np.int64),
-        _per_row(~special, lengths),
-        np.fromiter((row.first_token for row in rows), np.int64, len(rows)),
-        np.fromiter((row.window for row in rows), np.int64, len(rows)),
-        integers(row.sequence_ids for row in rows).astype(np.int8),
-        spans,
-        words,
-        _first_true(special, lengths, starts),
-    )
+    table = of_encodings(rows, np.asarray(owners, np.int64), offsets=offsets, words=offsets, special="special")
+    assert table.types is not None
+    return replace(
+        table, types=table.types if table.types.any() else None,
+        first_token=np.fromiter((row.first_token for row in rows), np.int64, len(rows)),
+        window=np.fromiter((row.window for row in rows), np.int64, len(rows)),
+    )  # fmt: skip
 
 
 def joined(a: TokenTable, b: TokenTable) -> TokenTable:

@@ -28,7 +28,9 @@ def read_vectors(path: str | os.PathLike[str]) -> NDArray[Any]:
     Raises:
         DataError: the file contains none, or cannot be read.
     """
-    kind = _kind(path)
+    kind = Path(path).suffix.lower()
+    if kind not in SUFFIXES:
+        raise DataError(f"{path}: the suffix {kind or '(none)'!r} names no format; expected {', '.join(SUFFIXES)}")
     try:
         if kind == ".npy":
             found = np.load(path, allow_pickle=False, mmap_mode="r")  # read as it is asked for
@@ -39,9 +41,9 @@ def read_vectors(path: str | os.PathLike[str]) -> NDArray[Any]:
             kind_of = np.float32 if found.dtype.kind == "f" else np.int8 if found.min(initial=0) < 0 else np.uint8
             found = found.astype(kind_of)
         else:
-            arrow, parquet = _arrow(path)
+            arrow = need_pyarrow(str(path))
             if kind == ".parquet":
-                column = parquet.read_table(path, columns=[COLUMN])[COLUMN].combine_chunks()
+                column = arrow.parquet.read_table(path, columns=[COLUMN])[COLUMN].combine_chunks()
             else:
                 with arrow.memory_map(str(path)) as source:
                     column = arrow.ipc.open_file(source).read_all()[COLUMN].combine_chunks()
@@ -53,15 +55,3 @@ def read_vectors(path: str | os.PathLike[str]) -> NDArray[Any]:
     if found.ndim != 2:
         raise DataError(f"{path}: found an array of shape {found.shape}; expected vectors (n, size)", found=found.shape)
     return found
-
-
-def _kind(path: str | os.PathLike[str]) -> str:
-    kind = Path(path).suffix.lower()
-    if kind not in SUFFIXES:
-        raise DataError(f"{path}: the suffix {kind or '(none)'!r} names no format; expected {', '.join(SUFFIXES)}")
-    return kind
-
-
-def _arrow(path: Any) -> tuple[Any, Any]:
-    pyarrow = need_pyarrow(str(path))
-    return pyarrow, pyarrow.parquet

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine, current
 from flodl_hf.inference.inputs import Encoded
 from flodl_hf.workers.messages import Stream
@@ -116,10 +115,6 @@ class Worker:
 
 def slim(encoded: Encoded) -> Encoded:
     """Return rows without tokens, for scores of whole texts."""
-    table = encoded.table
     none = np.zeros(0, np.int32)
-    bare = TokenTable(
-        none, None, table.lengths, table.owners, table.counts, table.first_token, table.window, none, None, None,
-        table.nulls,
-    )  # fmt: skip
-    return replace(encoded, table=bare)
+    table = replace(encoded.table, ids=none, types=None, sequence=none, offsets=None, word_ids=None)
+    return replace(encoded, table=table)

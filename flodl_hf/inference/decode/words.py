@@ -23,21 +23,6 @@ _CLASSES = np.full(sys.maxunicode + 1, _UNSEEN, np.int8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Characters:
-    """Classes of the characters of many concatenated texts.
-
-    Attributes:
-        base: where each text begins, ``(texts + 1,)``.
-        inner: running count of characters that are neither space nor punctuation, ``(characters + 1,)``.
-        marks: running count of punctuation characters, ``(characters + 1,)``.
-    """
-
-    base: np.ndarray
-    inner: np.ndarray
-    marks: np.ndarray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Words:
     """Units of tokens that are labelled as one, in stream order.
 
@@ -62,21 +47,15 @@ def _class(character: str) -> int:
     return _PUNCTUATION if unicodedata.category(character).startswith("P") else 0
 
 
-def characters_of(texts: Sequence[str]) -> Characters:
-    """Return the character classes of ``texts``; lone surrogates count as ordinary characters."""
-    sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+def _classes_of(texts: Sequence[str]) -> np.ndarray:
+    """Return the classes of all characters; lone surrogates count as ordinary characters."""
     codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), "<u4")
     classes = _CLASSES[codes]
     unseen = np.unique(codes[classes == _UNSEEN])
     if len(unseen):
         _CLASSES[unseen] = [_class(chr(code)) for code in unseen.tolist()]
         classes = _CLASSES[codes]
-    zero = np.zeros(1, np.int64)
-    return Characters(
-        base=np.concatenate([zero, np.cumsum(sizes)]),
-        inner=_running(classes == 0),
-        marks=_running(classes == _PUNCTUATION),
-    )
+    return classes
 
 
 def _running(flags: np.ndarray) -> np.ndarray:
@@ -178,7 +157,7 @@ def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, s
     if whole:
         starts = _word_starts(stream)
         if split_punctuation and not bool(starts.all()):
-            starts |= _outer_punctuation(stream, starts, characters_of(texts))
+            starts |= _outer_punctuation(stream, starts, texts)
     # A text's characters all follow the previous text's, so one running maximum serves all texts.
     base = _base(stream, texts)
     reach = np.maximum.accumulate(stream.offsets[:, 1] + base)
@@ -193,12 +172,14 @@ def words_of(stream: TokenStream, texts: Sequence[str], *, whole: bool = True, s
     )
 
 
-def _outer_punctuation(stream: TokenStream, starts: np.ndarray, characters: Characters) -> np.ndarray:
+def _outer_punctuation(stream: TokenStream, starts: np.ndarray, texts: Sequence[str]) -> np.ndarray:
     """Return the positions, inside the words given by ``starts``, where outer punctuation is split off."""
-    base = characters.base[stream.text]
+    classes, base = _classes_of(texts), _base(stream, texts)
+    # Running counts of characters that are neither space nor punctuation, and of punctuation characters.
+    inner, marks = _running(classes == 0), _running(classes == _PUNCTUATION)
     low, high = stream.offsets[:, 0] + base, stream.offsets[:, 1] + base
-    is_inner = characters.inner[high] > characters.inner[low]
-    is_mark = ~is_inner & (characters.marks[high] > characters.marks[low])
+    is_inner = inner[high] > inner[low]
+    is_mark = ~is_inner & (marks[high] > marks[low])
     first = np.flatnonzero(starts)
     word = np.cumsum(starts) - 1
     index = np.arange(len(starts))

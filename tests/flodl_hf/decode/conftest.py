@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from flodl_hf.inference.decode.entities import decode_entities_batch
 from flodl_hf.inference.decode.rows import Placed
 from flodl_hf.inference.decode.spans import decode_answers_batch
 from flodl_hf.inference.token_table import table_of
+from flodl_hf.tokenization.rows import Row
 
 CORPUS = [
     "Ada Lovelace lives in Paris and works for the United Nations.",
@@ -22,20 +22,6 @@ CORPUS = [
     "The [MASK] of France is Paris. My credit card number is 1234 5678.",
 ]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-
-
-@dataclass(frozen=True)
-class ToyRow:
-    """A row as the decoders read it."""
-
-    ids: list[int]
-    type_ids: list[int]
-    offsets: list[tuple[int, int]]
-    word_ids: list[int | None]
-    sequence_ids: list[int | None]
-    special: list[bool]
-    first_token: int = 0
-    window: int = 0
 
 
 def _finished(tokenizer: Tokenizer) -> Tokenizer:
@@ -109,8 +95,8 @@ def metaspace() -> Tokenizer:
     return _finished(tokenizer)
 
 
-def _row(encoding: Any, first_token: int) -> ToyRow:
-    return ToyRow(
+def _row(encoding: Any, first_token: int) -> Row:
+    return Row(
         ids=encoding.ids,
         type_ids=encoding.type_ids,
         offsets=encoding.offsets,
@@ -122,12 +108,12 @@ def _row(encoding: Any, first_token: int) -> ToyRow:
 
 
 @pytest.fixture(scope="session")
-def encode() -> Callable[..., list[ToyRow]]:
+def encode() -> Callable[..., list[Row]]:
     """Rows of one text, pair or list of words; with ``size`` in windows of that many tokens."""
 
     def rows(
         tokenizer: Tokenizer, text: Any, pair: str | None = None, *, size: int | None = None, stride: int = 0
-    ) -> list[ToyRow]:
+    ) -> list[Row]:
         own = Tokenizer.from_str(tokenizer.to_str())
         if size is not None:
             own.enable_truncation(size, stride=stride, strategy="longest_first" if pair is None else "only_second")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from flodl_hf.inference.decode import spans as best_module
 from flodl_hf.inference.decode.rows import TokenStream
 from flodl_hf.inference.decode.spans import best_spans
 from flodl_hf.inference.decode.words import units_at, words_of
+from flodl_hf.tokenization.rows import Row
 
 from .conftest import answers_of
 
@@ -89,7 +89,7 @@ def test_best_spans_are_all_from_the_least_sum_on(
 
 def row_of(spans: list[tuple[int, int]], words: Sequence[int | None], first: int) -> Any:
     count = len(spans)
-    return SimpleNamespace(
+    return Row(
         ids=list(range(3 + count)),
         type_ids=[0] * (3 + count),
         offsets=[(0, 0), (0, 1), (0, 0), *spans],

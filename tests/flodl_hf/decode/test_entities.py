@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.entities import TagScheme, best_paths
 from flodl_hf.tokenization.alignment import join_words
+from flodl_hf.tokenization.rows import Row
 
 from .conftest import decode_entities, entities_of
 
@@ -25,7 +25,7 @@ def row(tokens, first_token=0, specials=True):
     edge = [(0, 0, None)] if specials else []
     full = [*edge, *tokens, *edge]
     special = [w is None and specials and i in (0, len(full) - 1) for i, (_, _, w) in enumerate(full)]
-    return SimpleNamespace(
+    return Row(
         ids=list(range(len(full))),
         type_ids=[0] * len(full),
         offsets=[(s, e) for s, e, _ in full],

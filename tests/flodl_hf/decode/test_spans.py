@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from math import exp, log
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.spans import Answer
+from flodl_hf.tokenization.rows import Row
 
 from .conftest import answers_of, decode_answers
 
@@ -22,7 +22,7 @@ def window(tokens, first_token=0, question=2):
     blank = [(0, 0)]
     full = blank + [(i, i + 1) for i in range(question)] + blank + [(s, e) for s, e, _ in tokens] + blank
     sides = [None] + [0] * question + [None] + [1] * len(tokens) + [None]
-    return SimpleNamespace(
+    return Row(
         ids=list(range(len(full))),
         type_ids=[side or 0 for side in sides],
         offsets=full,

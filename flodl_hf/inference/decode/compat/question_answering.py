@@ -31,7 +31,6 @@ def question_answering(
     max_answer_len: int = 15,
     handle_impossible_answer: bool = False,
     align_to_words: bool = True,
-    sequence: int = 1,
 ) -> dict[str, Any] | list[dict[str, Any]]:
     """Return ``{"score", "start", "end", "answer"}``, or a list of them if there is not exactly one.
 
@@ -44,7 +43,6 @@ def question_answering(
         max_answer_len: most tokens of an answer.
         handle_impossible_answer: whether the empty answer is a candidate.
         align_to_words: widen answers to whole words.
-        sequence: which of the two texts is the context: 1, or 0 where a tokenizer pads on the left.
 
     Raises:
         PredictError: an option is below 1.
@@ -61,16 +59,13 @@ def question_answering(
     answers: list[dict[str, Any]] = []
     by_text: dict[str, dict[str, Any]] = {}
     for row, values in zip(rows, logits, strict=True):
-        # With the context first (padding on the left) the pipeline bars nothing, not even the question.
-        allowed = np.array(
-            [sequence == 0 or s == 1 or i == cls_id for s, i in zip(row.sequence_ids, row.ids, strict=True)]
-        )
+        allowed = np.array([s == 1 or i == cls_id for s, i in zip(row.sequence_ids, row.ids, strict=True)])
         start, end = (_normalised(side, allowed) for side in values.unbind(-1))
         if handle_impossible_answer:
             null_score = min(null_score, (start[0] * end[0]).item())
         start[0] = end[0] = 0.0
         for first, last, score in _candidates(start, end, candidates, max_answer_len, allowed):
-            low, high = _characters(row, first, last, sequence, align_to_words)
+            low, high = _characters(row, first, last, align_to_words)
             text = context[low:high]
             known = by_text.get(text.lower())
             if known is not None:
@@ -117,18 +112,18 @@ def _candidates(
     return [(int(i), int(j), square[i, j].item()) for i, j in zip(first[kept], last[kept], strict=True)]
 
 
-def _characters(row: Row, first: int, last: int, sequence: int, align_to_words: bool) -> tuple[int, int]:
+def _characters(row: Row, first: int, last: int, align_to_words: bool) -> tuple[int, int]:
     """Return the span of characters, widened to words if both ends are inside words of the context."""
     if align_to_words:
-        low = _word_tokens(row, row.word_ids[first], sequence)
-        high = _word_tokens(row, row.word_ids[last], sequence)
+        low = _word_tokens(row, row.word_ids[first])
+        high = _word_tokens(row, row.word_ids[last])
         if low and high:
             return row.offsets[low[0]][0], row.offsets[high[-1]][1]
     return row.offsets[first][0], row.offsets[last][1]
 
 
-def _word_tokens(row: Row, word: int | None, sequence: int) -> list[int]:
+def _word_tokens(row: Row, word: int | None) -> list[int]:
     if word is None:
         return []
     pairs = zip(row.word_ids, row.sequence_ids, strict=True)
-    return [place for place, (w, s) in enumerate(pairs) if w == word and s == sequence]
+    return [place for place, (w, s) in enumerate(pairs) if w == word and s == 1]

@@ -7,7 +7,7 @@ tokenizer can make come in through ``TokenizerFacts``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,25 +18,9 @@ from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.rows import Row
+    from flodl_hf.tokenization.tokenizer import Tokenizer
 
 _STRATEGIES = ("none", "simple", "first", "average", "max")
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFacts:
-    """The tokenizer functions that the pipeline needs.
-
-    Attributes:
-        token: id to token as the vocabulary writes it.
-        join: tokens to text (``convert_tokens_to_string``).
-        has_prefix: whether pieces inside a word carry a prefix (WordPiece's ``##``).
-        unk_id: id of the unknown token.
-    """
-
-    token: Callable[[int], str]
-    join: Callable[[list[str]], str]
-    has_prefix: bool
-    unk_id: int | None
 
 
 @dataclass(slots=True)
@@ -58,7 +42,7 @@ def token_classification(
     rows: Sequence[Row],
     text: str,
     labels: Sequence[str],
-    tokenizer: TokenizerFacts,
+    tokenizer: Tokenizer,
     *,
     aggregation_strategy: str = "none",
     ignore_labels: Collection[str] = ("O",),
@@ -126,7 +110,7 @@ def _pieces(
     scores: np.ndarray,
     row: Row,
     text: str,
-    tokenizer: TokenizerFacts,
+    tokenizer: Tokenizer,
     word_spans: Sequence[tuple[int, int]] | None,
 ) -> list[_Piece]:
     pieces = []
@@ -137,12 +121,12 @@ def _pieces(
             continue
         if word_spans is not None and word_id is not None:
             start, end = start + word_spans[word_id][0], end + word_spans[word_id][0]
-        token, surface = tokenizer.token(token_id), text[start:end]
-        if tokenizer.has_prefix:
+        token, surface = tokenizer.convert_ids_to_tokens(token_id), text[start:end]
+        if tokenizer.continuing_prefix is not None:
             continues = len(token) != len(surface)
         else:
             continues = start > 0 and " " not in text[start - 1 : start + 1]
-        if token_id == tokenizer.unk_id:
+        if token_id == tokenizer.unk_token_id:
             token, continues = surface, False
         pieces.append(_Piece(token, start, end, index, continues, scores[index]))
     return pieces
@@ -158,7 +142,7 @@ def _words(pieces: list[_Piece]) -> list[list[_Piece]]:
     return words
 
 
-def _word(pieces: list[_Piece], strategy: str, tokenizer: TokenizerFacts) -> _Piece:
+def _word(pieces: list[_Piece], strategy: str, tokenizer: Tokenizer) -> _Piece:
     if strategy == "average":
         scores = np.nanmean(np.stack([piece.scores for piece in pieces]), axis=0)
     elif strategy == "max":
@@ -166,7 +150,7 @@ def _word(pieces: list[_Piece], strategy: str, tokenizer: TokenizerFacts) -> _Pi
     else:
         scores = pieces[0].scores
     label = int(scores.argmax())
-    text = tokenizer.join([piece.word for piece in pieces])
+    text = tokenizer.convert_tokens_to_string([piece.word for piece in pieces])
     return _Piece(text, pieces[0].start, pieces[-1].end, 0, False, scores, label, scores[label])
 
 
@@ -186,13 +170,13 @@ def _groups(pieces: list[_Piece], labels: Sequence[str]) -> list[list[_Piece]]:
     return groups
 
 
-def _entity(group: list[_Piece], labels: Sequence[str], tokenizer: TokenizerFacts) -> dict[str, Any]:
+def _entity(group: list[_Piece], labels: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         # Everything after the first hyphen, with or without a tag before it: "credit-card" becomes
         # "card".
         "entity_group": labels[group[0].label].split("-", 1)[-1],
         "score": np.nanmean([piece.score for piece in group]),
-        "word": tokenizer.join([piece.word for piece in group]),
+        "word": tokenizer.convert_tokens_to_string([piece.word for piece in group]),
         "start": group[0].start,
         "end": group[-1].end,
     }
