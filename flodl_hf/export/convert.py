@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
-from flodl_hf.checkpoints.saving.state import WritePlan, plan_state
-from flodl_hf.checkpoints.saving.write import WrittenFile
+from flodl_hf.checkpoints.saving.state import WritePlan, WrittenFile, plan_state
 from flodl_hf.checkpoints.sentence.routing import module_folders, routing_of, transformer_folders
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
-from flodl_hf.checkpoints.saving.write import write_bytes
+from flodl_hf.checkpoints.saving.state import write_bytes
 from flodl_hf.checkpoints.version import own_version
 from flodl_hf.checkpoints.weights.file_names import WEIGHT_FILES
 from flodl_hf.errors import ExportError, PredictError

@@ -263,8 +263,7 @@ class EncoderModel(FromPretrained, Adapted, TransformersMethods):
         Raises:
             HubError: the Hub refuses, or a result has other fields or a revision that is not a commit.
         """
-        from flodl_hf.checkpoints.hub.card import card_file, results_file
-        from flodl_hf.checkpoints.hub.upload import upload_folder
+        from flodl_hf.checkpoints.hub.card import card_file, results_file, upload_folder
 
         files = {**card_file(card, self._hub_metadata()), **results_file(results), **options.pop("extra_files", {})}
         with TemporaryDirectory(prefix="flodl-hf-") as space:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.saving.publish import publish_folder
-from flodl_hf.checkpoints.saving.state import WritePlan, plan_state, write_state
-from flodl_hf.checkpoints.saving.write import WrittenFile, verify_files, write_bytes
+from flodl_hf.checkpoints.saving.state import WritePlan, WrittenFile, plan_state, verify_files, write_bytes, write_state
 from flodl_hf.checkpoints.weights.checksums import write_checksums
 from flodl_hf.checkpoints.weights.file_names import SAFETENSORS, SAFETENSORS_INDEX, WEIGHTS_KEY
 from flodl_hf.checkpoints.weights.loading import canonical_names

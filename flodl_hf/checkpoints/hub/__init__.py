@@ -1,7 +1,8 @@
 """Resolve a name to a local folder, and upload folders: the Hub.
 
-folders   resolve a name to a folder; select the files that a model needs
+folders   resolve a name to a folder
 download  a repository's files through the Hub's cache
+choosing  the files of a repository that a model needs
 request   requests to the Hub: their errors, time limits, and tokens that only one server gets
-upload    a local folder to the Hub
+card      model cards and evaluation results, and the upload of a folder
 """

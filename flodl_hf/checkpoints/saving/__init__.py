@@ -1,7 +1,6 @@
 """Write the files of a checkpoint folder; `flodl_hf.models.saving` decides which ones a model needs.
 
-state           tensors with their names, order and files
-write           safetensors bytes, hashed on the way
+state           safetensors files: names, order, shards and bytes
 json_text       a JSON text with some values changed
 sentence_files  additional files of sentence-transformers folders
 publish         a folder put in place in one step

@@ -16,7 +16,7 @@ from weight_tables import same
 
 from flodl.errors import CheckpointError
 from flodl_hf.checkpoints.weights import prefetch as ahead
-from flodl_hf.checkpoints.weights.checkpoint import shard
+from flodl_hf.checkpoints.weights.checkpoint import manifest as opened
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.prefetch import prefetched
 
@@ -25,13 +25,13 @@ from flodl_hf.checkpoints.weights.prefetch import prefetched
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return how many tensors were read when they were asked for."""
     counts: list[int] = []
-    plain = shard.fill
+    plain = opened.fill
 
     def counting(descriptor: int, where: str, extents: Any, views: Any) -> None:
         counts.append(len(extents))
         plain(descriptor, where, extents, views)
 
-    monkeypatch.setattr(shard, "fill", counting)
+    monkeypatch.setattr(opened, "fill", counting)
     return counts
 
 

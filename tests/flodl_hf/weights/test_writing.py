@@ -17,10 +17,16 @@ from torch import Tensor
 from weight_tables import TABLES, same, save_sharded, save_single
 
 from flodl.safetensors_header import read_header
-from flodl_hf.checkpoints.saving import write as write_module
+from flodl_hf.checkpoints.saving import state as write_module
 from flodl_hf.checkpoints.saving.publish import publish_folder
-from flodl_hf.checkpoints.saving.state import parse_size, plan_state, write_state
-from flodl_hf.checkpoints.saving.write import verify_files, write_bytes, write_safetensors
+from flodl_hf.checkpoints.saving.state import (
+    parse_size,
+    plan_state,
+    verify_files,
+    write_bytes,
+    write_safetensors,
+    write_state,
+)
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.errors import ExportError
 from flodl_hf.export import convert_bin

@@ -17,6 +17,7 @@ from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.checkpoints.weights.checkpoint.manifest import (
     INDEX_LIMIT,
     Layout,
+    Shard,
     ShardIndex,
     SourceManifest,
     StoredTensor,
@@ -24,7 +25,6 @@ from flodl_hf.checkpoints.weights.checkpoint.manifest import (
     parse_index,
 )
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, inside
-from flodl_hf.checkpoints.weights.checkpoint.shard import Shard
 from flodl_hf.checkpoints.weights.file_names import BIN, BIN_INDEX, SAFETENSORS, SAFETENSORS_INDEX
 from flodl_hf.errors import MissingWeightsError
 
