@@ -13,7 +13,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -376,7 +375,7 @@ def _batches(traced: Traced) -> Iterator[AwkwardBatch]:
 
 
 def _is_ours(name: str) -> bool:
-    return is_model_file(name) or any(fnmatchcase(name, own) for own in _OURS)
+    return is_model_file(name) or name in _OURS
 
 
 def _versions(engine: str) -> dict[str, str]:

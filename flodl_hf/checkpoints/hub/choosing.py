@@ -6,13 +6,12 @@ the cached files, and it is read again only if they differ.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from fnmatch import translate
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,19 @@ from flodl.errors import capped
 from flodl.files import read_regular, write_atomically
 from flodl_hf.checkpoints.hub.request import HubRequest
 from flodl_hf.checkpoints.weights.checksums import new_digest
-from flodl_hf.checkpoints.weights.file_names import BIN, CONFIG_NAME, SAFETENSORS, WEIGHTS_KEY, weights_named
+from flodl_hf.checkpoints.weights.file_names import (
+    BIN,
+    CONFIG_NAME,
+    SAFETENSORS,
+    WEIGHTS_KEY,
+    matching,
+    weights_named,
+)
 
 WEIGHTS = SAFETENSORS
 _MODULES = "modules.json"
 _ROUTING = (_MODULES, "router_config.json", "*/router_config.json", "*/config.json")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-
-
-@cache
-def _wanted(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    """Return a test whether a name matches one of the patterns; ``*`` does not match ``/``."""
-    by_depth: dict[int, list[str]] = {}
-    for pattern in patterns:
-        # without the frame "(?s:...)" and end that translate puts around each part
-        parts = [translate(part)[4:-3] for part in pattern.split("/")]
-        by_depth.setdefault(len(parts) - 1, []).append("/".join(parts))
-    # As many "/" in name and pattern: none is left for a "*".
-    found = {depth: re.compile(f"(?s:{'|'.join(some)})") for depth, some in by_depth.items()}
-    return lambda name: (form := found.get(name.count("/"))) is not None and form.fullmatch(name) is not None
 
 
 def weights_among(names: Iterable[str]) -> list[str]:
@@ -49,7 +42,7 @@ def weights_among(names: Iterable[str]) -> list[str]:
             return [f"{stem}.{suffix}"]
         index = f"{stem}.{suffix}.index.json"
         if index in present:
-            return [index, *sorted(filter(_wanted((f"{stem}-*-of-*.{suffix}",)), present))]
+            return [index, *sorted(matching(present, [f"{stem}-*-of-*.{suffix}"]))]
     return []
 
 
@@ -60,7 +53,7 @@ def select(request: HubRequest, names: Iterable[str]) -> list[str]:
         HubError: if weights are wanted and there are none that can be read.
     """
     inside = request.inside(names)
-    chosen = set(filter(_wanted(request.files), inside))
+    chosen = matching(inside, request.files)
     if WEIGHTS in request.files:
         weights = weights_among(inside) or [name for name in request.weights if name in inside]
         if not weights and not _in_modules(request, inside):
@@ -75,7 +68,7 @@ def select(request: HubRequest, names: Iterable[str]) -> list[str]:
             )
         chosen |= set(weights)
     if not chosen and request.modules is not None and _MODULES in inside:
-        chosen = set(filter(_wanted(_ROUTING), inside))  # which tell where the wanted ones lie
+        chosen = matching(inside, _ROUTING)  # which tell where the wanted ones lie
     return [request.prefix + name for name in sorted(chosen)]
 
 
@@ -150,7 +143,7 @@ def lacking(request: HubRequest, folder: Path, present: Sequence[str]) -> list[s
 
 def any_present(request: HubRequest, present: Sequence[str]) -> bool:
     """Return whether a folder of the cache contains any requested file, or a file that names them."""
-    return any(map(_wanted(request.files), present)) or (request.modules is not None and _MODULES in present)
+    return bool(matching(present, request.files)) or (request.modules is not None and _MODULES in present)
 
 
 def _modules_in(request: HubRequest, folder: Path) -> Iterable[tuple[str, bool]]:
@@ -170,17 +163,13 @@ VERIFIED = "flodl-verified.json"
 """File of a repository's folder in the cache: size and modification time of each verified file, by its digest."""
 
 _MOST = 1 << 24
-_CHUNK = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def digest_of(path: Path, like: str) -> str:
     """Return the digest of a file: SHA-256 if ``like`` is one, else the SHA-1 that git names its content by."""
-    digest = new_digest(path, git=len(like) == 40)
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: new_digest(path, git=len(like) == 40)).hexdigest()
 
 
 def check_cached(request: HubRequest, snapshot: Path, names: Iterable[str]) -> None:

@@ -20,14 +20,13 @@ import shutil
 import stat
 from collections.abc import Callable
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from flodl.errors import capped, printable
 from flodl.files import lock, make_folders, sync_folder
 from flodl_hf.checkpoints import system
 from flodl_hf.checkpoints.path_checks import path_fault
-from flodl_hf.checkpoints.weights.file_names import TOKENIZER_FILES, WEIGHT_PATTERNS
+from flodl_hf.checkpoints.weights.file_names import TOKENIZER_FILES, WEIGHT_PATTERNS, matching
 from flodl_hf.errors import ExportError
 
 GENERATOR = "generator"
@@ -61,7 +60,6 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def is_model_file(path: str) -> bool:
     """Return whether ``path``, relative with ``/``, is a usual file name of a model folder."""
-    depth = path.count("/")
     head, _, name = path.rpartition("/")
     first, _, inside = path.partition("/")
     if inside and (first == GENERATOR or _MODULE.fullmatch(first)):
@@ -69,7 +67,7 @@ def is_model_file(path: str) -> bool:
     left = _LEFT.fullmatch(name)
     if left is not None:
         return is_model_file(f"{head}/{left[1]}" if head else left[1])
-    return any(pattern.count("/") == depth and fnmatchcase(path, pattern) for pattern in _MODEL_FILES)
+    return bool(matching([path], _MODEL_FILES))
 
 
 def publish_folder(
@@ -111,10 +109,11 @@ def publish_folder(
         )
     place = Path(os.path.abspath(target))
     _check_target(place, overwrite, replaceable)
-    made = _make_parents(place)
+    made: list[Path] = []
     published = False
     stage = _Stage(place)
     try:
+        made = make_folders(place.parent)
         check_space(place, needed_bytes)
         _sweep(place)
         try:
@@ -186,14 +185,6 @@ def _files(folder: Path) -> list[str]:
         if not folders and not files and base.parts:
             found.append(base.as_posix())
     return found
-
-
-def _make_parents(place: Path) -> list[Path]:
-    """Create the missing parents; return the created ones, deepest first."""
-    try:
-        return make_folders(place.parent)
-    except OSError as error:
-        raise _refused(place, error, 0) from error
 
 
 def check_space(place: Path, needed: int) -> None:
@@ -349,20 +340,8 @@ def _sync_tree(folder: Path) -> None:
         for name in files:
             path = os.path.join(root, name)
             if not os.path.islink(path):
-                _sync(path)
+                sync_folder(path)
         sync_folder(root)
-
-
-def _sync(path: str | os.PathLike[str]) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some file systems cannot, and some systems only where a file is open for writing.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _swap(stage: Path, place: Path, overwrite: bool) -> None:

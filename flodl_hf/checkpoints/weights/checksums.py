@@ -15,20 +15,18 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 from flodl.errors import CheckpointError, capped, printable
 from flodl.files import SEAL, seal, unseal
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, inside, is_entry, plain_name_fault, read_member
-from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, WEIGHT_PATTERNS
+from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, WEIGHT_PATTERNS, matching
 
 CHECKSUMS = "checksums.json"
 RECEIPT = "verification.json"
 FORMAT = "flodl-checksums/1"
 _LIMIT = 1 << 26  # bytes of a receipt
-_BLOCK = 1 << 20
 _THREADS = 4
 _HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -178,7 +176,8 @@ def _states(
     def state(name: str) -> FileState:
         expected, reads = listed[name], reads_file(name)
         if not is_entry(place, name):
-            unfetched = is_part and (not reads or _matches(name, WEIGHT_PATTERNS))  # weights come in one kind only
+            # Weights come in one kind only.
+            unfetched = is_part and (not reads or bool(matching([name], WEIGHT_PATTERNS)))
             return FileState(name, "ok" if unfetched else "missing", "nothing", str(expected), reads)
         try:
             size, found = _digest(place, name, new_digest(place / name, git=expected.is_git), seen)
@@ -197,11 +196,7 @@ def reads_file(name: str) -> bool:
     inside = name.partition("/")[2]
     if name in (CHECKSUMS, RECEIPT):
         return False
-    return _matches(name, (*MODEL_FILES, *WEIGHT_PATTERNS)) or _matches(inside, WEIGHT_PATTERNS)
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in patterns)
+    return bool(matching([name], (*MODEL_FILES, *WEIGHT_PATTERNS)) or matching([inside], WEIGHT_PATTERNS))
 
 
 def _truth(place: Path) -> tuple[str, str | None, dict[str, _Listed], bool]:
@@ -288,14 +283,12 @@ def _digest(place: Path, name: str, digest: Any, seen: dict[str, os.stat_result]
     """
     inner, _, leaf = name.rpartition("/")
     below = inside(place, inner)
-    size = 0
     try:
         with Folder(below) as folder, os.fdopen(folder.open(leaf), "rb", buffering=0) as file:
             if seen is not None:
                 seen[name] = os.fstat(file.fileno())
-            while block := file.read(_BLOCK):
-                digest.update(block)
-                size += len(block)
+            found = hashlib.file_digest(file, lambda: digest).hexdigest()
+            return file.tell(), found
     except OSError as error:
         where = str(place / name)
         raise CheckpointError(
@@ -303,7 +296,6 @@ def _digest(place: Path, name: str, digest: Any, seen: dict[str, os.stat_result]
             path=where,
             problems=[str(error)],
         ) from error
-    return size, digest.hexdigest()
 
 
 def _names(place: Path) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from fnmatch import filter as names_like
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,14 @@ MODEL_FILES = (
     "checksums.json",
     *RECIPE_FILES,
 )
+
+
+def matching(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
+    """Return the names that match one of the patterns; ``*`` does not match ``/``."""
+    names = list(names)
+    return {
+        name for pattern in patterns for name in names_like(names, pattern) if name.count("/") == pattern.count("/")
+    }
 
 
 def is_vocabulary_in(folder: Path) -> bool:
