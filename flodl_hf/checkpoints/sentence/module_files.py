@@ -34,8 +34,7 @@ def read_module(
         CheckpointError: the weights are damaged.
     """
     file = f"{part}/{name}"
-    settings = settings_in(root, file)
-    warn_of_unknown(root / file, settings, known)
+    settings = settings_in(root, file, known)
     with Checkpoint.open(root / part) as checkpoint:
         names = {f"{part}/{file.name}" for file in checkpoint.manifest.files}
         tensors = checkpoint.read_all()
@@ -123,11 +122,18 @@ def read_json(root: Path, name: str) -> Any:
         raise wrong(path, f"cannot be read as JSON ({reason})", "JSON in UTF-8") from None
 
 
-def settings_in(root: Path, name: str) -> dict[str, Any]:
-    """Return the contents of a JSON file with an object of settings."""
+def settings_in(root: Path, name: str, known: Collection[str] = (), *, optional: bool = False) -> dict[str, Any]:
+    """Return the contents of a JSON file with an object of settings; nothing if it is optional and absent.
+
+    Warns of settings that are not ``known``, if names are given.
+    """
+    if optional and not is_entry(root, name):
+        return {}
     value = read_json(root, name)
     if not isinstance(value, dict):
         raise wrong(root / name, f"contains a JSON {type(value).__name__}", "an object with settings")
+    if known:
+        warn_of_unknown(root / name, value, known)
     return value
 
 
@@ -144,14 +150,15 @@ def bytes_of(root: Path, name: str) -> bytes:
     return read_member(root, name, _LIMIT, ConfigError)
 
 
-def place_in(root: Path, part: object) -> Path:
-    """Return the folder of a module, which must be inside ``root``."""
-    place = root / str(part or "")
+def folder_of(root: Path, module: Mapping[str, Any]) -> str:
+    """Return the folder of a module from the root, "." for the root; it must be inside ``root``."""
+    path = module.get("path")
+    folder = root / str(path or "")
     try:
-        lies_inside = place.resolve().is_relative_to(root.resolve())
+        is_inside = folder.resolve().is_relative_to(root.resolve())
     except (OSError, RuntimeError, ValueError):  # a name that cannot be, or a link that leads to itself
-        lies_inside = False
-    if not lies_inside:
-        found = f"the path {printable(str(part), 80)} leads out of the folder, or nowhere"
+        is_inside = False
+    if not is_inside:
+        found = f"the path {printable(str(path), 80)} leads out of the folder, or nowhere"
         raise wrong(root / "modules.json", found, "the name of a folder inside")
-    return place
+    return folder.relative_to(root).as_posix()

@@ -117,9 +117,8 @@ def colbert_recipe(folder: Path) -> tuple[MultiVectorConfig, dict[str, bytes]]:
         ConfigError: ``artifact.metadata`` is damaged, or the projection is missing.
     """
     name = "artifact.metadata"
-    where, said, files = folder / name, {}, {}
-    if is_entry(folder, name):
-        said, files = settings_in(folder, name), {name: bytes_of(folder, name)}
+    where, said = folder / name, settings_in(folder, name, optional=True)
+    files = {name: bytes_of(folder, name)} if is_entry(folder, name) else {}
     if said.get("similarity", "cosine") != "cosine":
         raise refuse_setting(where, "similarity", said["similarity"], "cosine")
     usual = {"query_token_id": "[unused0]", "doc_token_id": "[unused1]"}

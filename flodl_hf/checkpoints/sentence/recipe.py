@@ -19,7 +19,7 @@ from flodl.errors import nearest, printable, shown
 from flodl_hf.checkpoints.config.file import stored_activation
 from flodl_hf.checkpoints.sentence.module_files import (
     bytes_of,
-    place_in,
+    folder_of,
     refuse_setting,
     settings_in,
     warn_of_unknown,
@@ -35,7 +35,6 @@ from flodl_hf.checkpoints.sentence.steps import (
     LayerWeights,
     Scaled,
     Step,
-    read_layer_weights,
     read_step,
 )
 from flodl_hf.checkpoints.sentence.transformer_settings import TransformerSettings, layer_number, transformer_settings
@@ -278,18 +277,16 @@ def read_recipe(root: Path) -> SentenceTransformerConfig | None:
 def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> SentenceTransformerConfig:
     """Return the recipe of one route, with its files if weights are at the root, or ``keep`` is set."""
     kept = keep or transformer_folder(root) == root
-    places = dict.fromkeys([(root / transformer).relative_to(root), Path()])
-    known = [(place / name).as_posix() for place in places for name in BOUNDS]
+    known = [(Path(folder) / name).as_posix() for folder in (transformer, "") for name in BOUNDS]
     bounds = next((name for name in known if is_entry(root, name)), BOUNDS[0])
     said_in = "config_sentence_transformers.json"
-    said = settings_in(root, said_in) if is_entry(root, said_in) else {}
-    warn_of_unknown(root / said_in, said, _MODEL_KEYS)
+    said = settings_in(root, said_in, _MODEL_KEYS, optional=True)
     read = ["modules.json", bounds, said_in]
     kinds = [kind_of(module) for module in modules]
     late = "MultiVectorMask" in kinds or (
         "Pooling" not in kinds and any(_is_of_tokens(root, m) for m in modules if kind_of(m) == "Dense")
     )
-    stated = settings_in(root, bounds) if is_entry(root, bounds) else {}
+    stated = settings_in(root, bounds, optional=True)
     settings = transformer_settings(stated, root / bounds, several=keep, late=late)
     pooling: tuple[Any, ...] = ("pooler",) if settings.pooler else ("mean",)
     before: list[Step] = []
@@ -301,11 +298,11 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
     layers: LayerWeights | None = None
     included = True
     for module, kind in zip(modules, kinds, strict=True):
-        path = module.get("path")
-        place = (place_in(root, path) / "config.json").relative_to(root).as_posix()
+        folder = folder_of(root, module)
+        place = (Path(folder) / CONFIG_NAME).as_posix()
         if kind == "Pooling":
-            if not place_in(root, path).is_dir():
-                found = f"names {printable(str(path), 80)} for the pooling, which is no folder here"
+            if not (root / folder).is_dir():
+                found = f"names {printable(str(module.get('path')), 80)} for the pooling, which is no folder here"
                 raise wrong(root / "modules.json", found, "the folder with its config.json")
             if settings.pooler:
                 raise wrong(root / bounds, "found module_output_name sentence_embedding", "token_embeddings")
@@ -314,22 +311,21 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
             read.append(place)
             steps = behind
         elif kind in STEPS:
-            step, files = read_step(root, kind, path)
+            step, files = read_step(root, kind, module)
+            more |= files
+            if isinstance(step, LayerWeights):
+                layers = step
+                continue
             if step.of_tokens != (steps is before) and not late:
                 names = ("sentence_embedding", "token_embeddings")
                 expected = f"{names[steps is before]} {'before' if steps is before else 'behind'} the pooling"
                 raise refuse_setting(root / place, "module_input_name", names[step.of_tokens], expected)
             steps.append(step)
-            more |= files
-        elif kind == "WeightedLayerPooling":
-            layers, files = read_layer_weights(root, path)
-            more |= files
         elif kind == "SpladePooling":
             splade = _splade(root, place)
             read.append(place)
         elif kind == "MultiVectorMask":
-            mask = settings_in(root, place) if is_entry(root, place) else {}
-            warn_of_unknown(root / place, mask, _MASK_KEYS)
+            mask = settings_in(root, place, _MASK_KEYS, optional=True)
             read.append(place)
     if layers is not None and not _gives_all_layers(root / transformer, settings):
         layers = None  # sentence-transformers then ignores the module
@@ -368,13 +364,13 @@ def _is_of_tokens(root: Path, module: Mapping[str, Any]) -> bool:
     """Return whether a dense layer changes token vectors rather than text vectors."""
     if module["type"].startswith("pylate."):
         return True
-    name = (place_in(root, module.get("path")) / "config.json").relative_to(root).as_posix()
-    return is_entry(root, name) and settings_in(root, name).get("module_input_name") == "token_embeddings"
+    settings = settings_in(root, f"{folder_of(root, module)}/{CONFIG_NAME}", optional=True)
+    return settings.get("module_input_name") == "token_embeddings"
 
 
 def _gives_all_layers(folder: Path, settings: TransformerSettings) -> bool:
     """Return whether the transformer's configuration requests the hidden states of all layers."""
-    config = settings_in(folder, CONFIG_NAME) if is_entry(folder, CONFIG_NAME) else {}
+    config = settings_in(folder, CONFIG_NAME, optional=True)
     return {**config, **settings.config}.get("output_hidden_states") is True
 
 
@@ -382,7 +378,7 @@ def _activation(said: Mapping[str, Any], root: Path) -> str | None:
     """Return the path of a cross-encoder's activation, by the rules of sentence-transformers; None for other kinds."""
     if said.get("model_type") != "CrossEncoder":
         return None
-    config = settings_in(root, CONFIG_NAME) if is_entry(root, CONFIG_NAME) else {}
+    config = settings_in(root, CONFIG_NAME, optional=True)
     labels = len(config.get("id2label") or range(config.get("num_labels", 2)))
     usual = "torch.nn.modules.activation.Sigmoid" if labels == 1 else "torch.nn.modules.linear.Identity"
     return str(said.get("activation_fn") or stored_activation(config) or usual)
@@ -411,8 +407,7 @@ def _prompts(said: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str 
 
 
 def _splade(root: Path, name: str) -> SpladePooling:
-    settings = settings_in(root, name) if is_entry(root, name) else {}
-    warn_of_unknown(root / name, settings, _SPLADE_KEYS)
+    settings = settings_in(root, name, _SPLADE_KEYS, optional=True)
     found = SpladePooling(settings.get("pooling_strategy", "max"), settings.get("activation_function", "relu"))
     if found.strategy not in ("max", "sum") or found.activation not in ("relu", "log1p_relu"):
         raise wrong(
@@ -422,8 +417,7 @@ def _splade(root: Path, name: str) -> SpladePooling:
 
 
 def _pooling(root: Path, name: str) -> tuple[Any, ...]:
-    settings = settings_in(root, name)
-    warn_of_unknown(root / name, settings, _POOLING_KEYS)
+    settings = settings_in(root, name, _POOLING_KEYS)
     stated = settings.get("pooling_mode")
     if isinstance(stated, str):
         stated = [stated]

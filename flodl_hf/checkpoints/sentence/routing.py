@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flodl.errors import ConfigError, printable, shown
-from flodl_hf.checkpoints.sentence.module_files import place_in, read_json, settings_in, wrong
+from flodl_hf.checkpoints.sentence.module_files import folder_of, read_json, settings_in, wrong
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 from flodl_hf.checkpoints.weights.file_names import WEIGHT_FILES
 
@@ -46,9 +46,7 @@ class Routing(NamedTuple):
 
     def transformers(self, root: Path) -> dict[str, str]:
         """Return by route the folder of its transformer, from the root."""
-        return {
-            route: place_in(root, way[0].get("path")).relative_to(root).as_posix() for route, way in self.ways.items()
-        }
+        return {route: folder_of(root, way[0]) for route, way in self.ways.items()}
 
 
 def routing_of(root: Path) -> Routing:
@@ -66,7 +64,7 @@ def routing_of(root: Path) -> Routing:
     at = places[0]
     if len(places) > 1:
         raise wrong(root / "modules.json", f"found {len(places)} routers", "at most one")
-    inside = place_in(root, value[at].get("path")).relative_to(root)
+    inside = Path(folder_of(root, value[at]))
     file = (inside / "router_config.json").as_posix()
     if not is_entry(root, file):  # as older releases wrote it
         file = (inside / "config.json").as_posix()
@@ -159,7 +157,7 @@ def transformer_folder(root: Path) -> Path:
     if not is_entry(root, "modules.json"):
         return root
     routing = routing_of(root)
-    place = place_in(root, routing.ways[routing.first][0].get("path"))
+    place = root / folder_of(root, routing.ways[routing.first][0])
     if place == root or place.resolve() == root.resolve():
         return root
     if any(is_entry(root, name) for name in WEIGHT_FILES):
@@ -191,9 +189,6 @@ def module_folders(root: Path) -> dict[str, bool]:
     if not is_entry(root, "modules.json"):
         return {}
     routing = routing_of(root)
-    found = {
-        place_in(root, module.get("path")).relative_to(root).as_posix(): "Transformer" in kind_of(module)
-        for way in routing.ways.values()
-        for module in way
-    }
+    modules = [module for way in routing.ways.values() for module in way]
+    found = {folder_of(root, module): "Transformer" in kind_of(module) for module in modules}
     return {folder: holds for folder, holds in found.items() if folder != "."}

@@ -19,17 +19,15 @@ from flodl.errors import printable
 from flodl_hf.checkpoints.config.file import ACTIVATIONS, activate, activation_at
 from flodl_hf.checkpoints.sentence.module_files import (
     bytes_of,
+    folder_of,
     module_files,
-    place_in,
     read_module,
     refuse_setting,
     settings_in,
-    warn_of_unknown,
     wrong_tensors,
 )
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 
-STEPS = ("Dense", "LayerNorm", "Dropout", "Normalize", "CNN")
+STEPS = ("Dense", "LayerNorm", "Dropout", "Normalize", "CNN", "WeightedLayerPooling")
 """Kinds of modules that are read by `read_step`."""
 
 _CNN = "cnn_config.json"
@@ -186,24 +184,25 @@ class LayerWeights:
         return module_files(part, self.settings, {"layer_weights": self.weights})
 
 
-def read_step(root: Path, kind: str, path: object) -> tuple[Step, dict[str, bytes]]:
+def read_step(root: Path, kind: str, module: Mapping[str, Any]) -> tuple[Step | LayerWeights, dict[str, bytes]]:
     """Return a module of one of the `STEPS`, and its files by relative names below ``root``.
 
     Raises:
         ConfigError: its settings are damaged, or have a value that is not supported.
         CheckpointError: its weights are damaged.
     """
-    part = place_in(root, path).relative_to(root).as_posix()
-    readers: dict[str, Any] = {"Dense": read_dense, "LayerNorm": _layer_norm, "CNN": _convolutions}
+    part = folder_of(root, module)
+    readers: dict[str, Any] = {
+        "Dense": _dense, "LayerNorm": _layer_norm, "CNN": _convolutions, "WeightedLayerPooling": _layer_weights,
+    }  # fmt: skip
     if kind in readers:
         return readers[kind](root, part)
     name = f"{part}/config.json"
-    settings = settings_in(root, name) if path and is_entry(root, name) else {}
+    known = ("dropout",) if kind == "Dropout" else ("module_input_name", "module_output_name")
+    settings = settings_in(root, name, known, optional=True) if module.get("path") else {}
     files = {name: bytes_of(root, name)} if settings else {}
     if kind == "Dropout":
-        warn_of_unknown(root / name, settings, ("dropout",))
         return Dropped(settings), files
-    warn_of_unknown(root / name, settings, ("module_input_name", "module_output_name"))
     given = settings.get("module_input_name") or "sentence_embedding"
     made = settings.get("module_output_name") or given
     if given not in ("sentence_embedding", _EMBEDDINGS) or made != given:
@@ -241,14 +240,7 @@ def _convolutions(root: Path, part: str) -> tuple[Step, dict[str, bytes]]:
     return Convolutions(weights, tuple(tensors[bias].float() for _, bias in names), settings), files
 
 
-def read_layer_weights(root: Path, path: object) -> tuple[LayerWeights, dict[str, bytes]]:
-    """Return the weights of hidden states in a folder below ``root``, and its files by relative names.
-
-    Raises:
-        ConfigError: its settings and tensors do not match.
-        CheckpointError: its weights are damaged.
-    """
-    part = place_in(root, path).relative_to(root).as_posix()
+def _layer_weights(root: Path, part: str) -> tuple[LayerWeights, dict[str, bytes]]:
     known = ("embedding_dimension", "word_embedding_dimension", "layer_start", "num_hidden_layers")
     settings, tensors, files = read_module(root, part, known)
     start, layers = settings.get("layer_start", 4), settings.get("num_hidden_layers", 12)
@@ -331,13 +323,7 @@ def dense(values: Tensor, weight: Tensor, bias: Tensor | None, activation: str) 
     return activate(activation, found)
 
 
-def read_dense(root: Path, part: str) -> tuple[Dense, dict[str, bytes]]:
-    """Return the layer in a folder below ``root``, and its files by relative names.
-
-    Raises:
-        ConfigError: its configuration is damaged, or has a setting that is not supported.
-        CheckpointError: its weights are damaged.
-    """
+def _dense(root: Path, part: str) -> tuple[Dense, dict[str, bytes]]:
     settings, tensors, files = read_module(root, part, _KEYS)
     path = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = activation_at(path)
