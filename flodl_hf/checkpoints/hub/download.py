@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import FlodlError, capped, nearest, printable
-from flodl.files import read_regular
+from flodl.files import read_regular, write_atomically
 from flodl_hf.checkpoints.hub.choosing import (
     WEIGHTS,
     any_present,
@@ -323,7 +323,11 @@ def _from_hub(request: HubRequest) -> Resolved:
     more = [name for name in select_modules(request, siblings, folder) if name not in set(chosen)]
     _bring(request, commit, more, siblings)
     if request.revision != commit:
-        _remember(request, commit)
+        # The revision can then be found offline; a read-only cache still serves this load.
+        ref = request.storage / "refs" / request.revision
+        with suppress(OSError):
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(ref, [commit.encode()])
     return Resolved(folder, request.name, request.revision, commit)
 
 
@@ -433,16 +437,3 @@ def _forget(path: Path, storage: Path) -> None:
             blob.unlink(missing_ok=True)
     with suppress(OSError):
         path.unlink(missing_ok=True)
-
-
-def _remember(request: HubRequest, commit: str) -> None:
-    """Note in the cache which commit the revision stands for, so that it can be found offline."""
-    ref = request.storage / "refs" / request.revision
-    try:
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        beside = ref.with_name(f"{ref.name}.{os.getpid()}")
-        beside.write_text(commit, "ascii")
-        beside.replace(ref)
-    except OSError:
-        # A read-only cache still serves this load.
-        return

@@ -281,21 +281,17 @@ class _Held:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._descriptor: list[int] = []
-        self._descriptor.append(os.open(folder, os.O_RDONLY))
-
-    def take(self, *, wait: bool) -> bool:
-        """Return whether it is ours now."""
-        return lock(self._descriptor[0], wait=wait)
+        self.descriptor: list[int] = []
+        self.descriptor.append(os.open(folder, os.O_RDONLY))
 
     def holds(self, folder: Path) -> bool:
         """Return whether it is that folder which is locked."""
-        return folder.exists() and os.path.samestat(os.fstat(self._descriptor[0]), folder.stat())
+        return folder.exists() and os.path.samestat(os.fstat(self.descriptor[0]), folder.stat())
 
     def close(self) -> None:
         """Let go of it."""
         # Ctrl-C may come before the first line of `__init__`, and `__del__` follows all the same.
-        descriptor = vars(self).get("_descriptor")
+        descriptor = vars(self).get("descriptor")
         while descriptor:
             os.close(descriptor.pop())
 
@@ -326,13 +322,13 @@ def _sweep(place: Path) -> None:
 def _lock(folder: Path, *, wait: bool) -> _Held | None:
     """Return the lock of ``folder``, None if it is taken or there are no locks here."""
     try:
-        lock = _Held(folder)
+        held = _Held(folder)
     except OSError:
         return None
-    if not lock.take(wait=wait):
-        lock.close()
-        return None
-    return lock
+    if lock(held.descriptor[0], wait=wait):
+        return held
+    held.close()
+    return None
 
 
 def _sync_tree(folder: Path) -> None:

@@ -215,16 +215,6 @@ class TensorRecord:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Return whether its elements are adjacent in row-major order."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return self.numel == 0
-            expected *= size
-        return True
-
 
 def storage_record(reference: Any) -> StorageRecord:
     """Return the storage that a program refers to as ``("storage", class, key, device, count[, view])``.

@@ -48,8 +48,7 @@ class BinShard(Shard):
     def __init__(self, descriptor: int, name: str, where: str) -> None:
         super().__init__(descriptor, name, where)
         self._records: dict[str, TensorRecord] = {}
-        self._places: dict[str, tuple[int, int]] = {}
-        self._members: dict[str, Member] = {}
+        self._storages: dict[str, Member] = {}
 
     def parse(self) -> None:
         """Read the program of the file and check its result; no weights are read.
@@ -66,7 +65,7 @@ class BinShard(Shard):
             value = self._parse_archive(descriptor, source) if is_archive else self._parse_legacy(descriptor, source)
         self._records = state_table(value, self._where, self.file.size)
         for record in set(self._records.values()):
-            _, length = self._place(record.storage)
+            length = self._place(record.storage).length
             if length != record.storage.nbytes:
                 self._fail(
                     f"storage {printable(record.storage.key)} has {length:,} bytes, {record.storage.nbytes:,} declared"
@@ -90,13 +89,10 @@ class BinShard(Shard):
         extents = [self._extent(record) for record in unique]
         if not mapped:
             keys = dict.fromkeys(record.storage.key for record in unique)
-            members = {f"data/{key}": self._members[key] for key in keys if key in self._members}
-            check_sums(descriptor, members, self._where)
+            check_sums(descriptor, {f"data/{key}": self._storages[key] for key in keys}, self._where)
         flats = (map_extents if mapped else read_extents)(descriptor, self._where, extents)
         ready = {
-            record: flat.view(record.shape)
-            if record.is_contiguous
-            else flat.as_strided(record.shape, record.strides).contiguous()
+            record: flat.as_strided(record.shape, record.strides).contiguous().view(record.shape)
             for record, flat in zip(unique, flats, strict=True)
         }
         return [ready[records[name]] for name in names]
@@ -116,10 +112,9 @@ class BinShard(Shard):
         if order is not None and read_at(descriptor, min(order[1], 16), order[0]) != b"little":
             self._fail("its numbers are not little-endian")
         storages = f"{prefix}data/"
-        self._places = {
-            name.removeprefix(storages): place[:2] for name, place in members.items() if name.startswith(storages)
+        self._storages = {
+            name.removeprefix(storages): member for name, member in members.items() if name.startswith(storages)
         }
-        self._members = {name.removeprefix(storages): member for name, member in members.items()}
         check_sums(descriptor, {"data.pkl": members[programs[0]]}, self._where)
         start, length, _ = members[programs[0]]
         source.seek(start)
@@ -160,7 +155,7 @@ class BinShard(Shard):
             count = int.from_bytes(read_at(descriptor, 8, position), "little")
             if count != storages[key].numel:
                 self._fail(f"storage {printable(key)} has {count:,} numbers, {storages[key].numel:,} declared")
-            self._places[key] = (position + 8, storages[key].nbytes)
+            self._storages[key] = Member(position + 8, storages[key].nbytes)
             position += 8 + storages[key].nbytes
             if position > self.file.size:
                 self._fail(f"it ends inside storage {printable(key)}")
@@ -168,13 +163,13 @@ class BinShard(Shard):
             self._fail(f"{self.file.size - position:,} bytes follow the last storage")
         return value
 
-    def _place(self, storage: StorageRecord) -> tuple[int, int]:
-        if storage.key not in self._places:
+    def _place(self, storage: StorageRecord) -> Member:
+        if storage.key not in self._storages:
             self._fail(f"storage {printable(storage.key)} is not in the file")
-        return self._places[storage.key]
+        return self._storages[storage.key]
 
     def _start(self, record: TensorRecord) -> int:
-        return self._place(record.storage)[0] + record.offset * DTYPES[record.storage.dtype].itemsize
+        return self._place(record.storage).start + record.offset * DTYPES[record.storage.dtype].itemsize
 
     def _extent(self, record: TensorRecord) -> Extent:
         """Return the bytes from the first to the last number of ``record``, as one flat run."""
@@ -216,7 +211,7 @@ class Member(NamedTuple):
 
     start: int
     length: int
-    checksum: int
+    checksum: int = 0
 
 
 def _stored_members(source: _Source, descriptor: int) -> dict[str, Member]:
