@@ -6,14 +6,12 @@ can be stored next to the weights (``verification.json``).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,11 +19,13 @@ import torch
 from torch import Tensor
 
 from flodl.errors import FlodlError
+from flodl.files import write_atomically
 from flodl_hf.checkpoints.config.model_config import read_config_file
 from flodl_hf.checkpoints.saving.state import same_bits
 from flodl_hf.checkpoints.sentence.routing import transformer_folder, transformer_folders
 from flodl_hf.checkpoints.version import own_version
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
+from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, compare_folder, digest_of
 from flodl_hf.checkpoints.weights.file_names import WEIGHT_FILES
 from flodl_hf.errors import ExportError
 from flodl_hf.models.building import open_weights
@@ -107,10 +107,18 @@ def verify_export(
         ExportError: the folder was exported for another engine; its receipt lists the comparisons.
     """
     place = Path(folder)
-    _check_not_for_an_engine(place)
+    parts = _parts(place)
+    held = next((name for name in ENGINE_FILES if (place / name).is_file()), None)
+    if held is not None and not any((place / part / name).is_file() for part in parts for name in WEIGHT_FILES):
+        raise ExportError(
+            f"{place}: found {held}, written for another engine, without weights; expected a model's folder. Its "
+            f"comparison is in its {RECEIPT}; `flodl-hf verify` compares its files, and `flodl-hf "
+            "verify-endpoint` an ONNX file's outputs with a model's",
+            path=str(place),
+            problems=[held],
+        )
     base = None if source is None else Path(source)
     result = Verification(str(place.name), None if base is None else str(source))
-    parts = _parts(place)
     single = base if base is None or parts != [""] else transformer_folder(base)
     run = _Run(place, single, model, result)
     if parts == [""]:
@@ -119,37 +127,32 @@ def verify_export(
         _check(run, [_as_written])
         for part in parts:
             found = Verification(part, None)
-            own = _Run(place / part, _source_of(base, part), _model_of(model, part), found)
+            origin = base / part if base is not None and (base / part).is_dir() else base
+            own = _Run(place / part, origin, _model_of(model, part), found)
             _check(own, [check for check in CHECKS if check is not _as_written])
             result.checks += [replace(check, name=f"{part}: {check.name}") for check in found.checks]
             run._model = run._model or own._model
     result.facts = _facts(run, command)
     if receipt and place.is_dir():
-        _write_receipt(place, result)
+        write_atomically(place / RECEIPT, [(json.dumps(result.to_dict(), indent=2) + "\n").encode()])
     return result
 
 
-def _check_not_for_an_engine(place: Path) -> None:
-    held = next((name for name in ENGINE_FILES if (place / name).is_file()), None)
-    if held is not None and not any((place / part / name).is_file() for part in _parts(place) for name in WEIGHT_FILES):
-        raise ExportError(
-            f"{place}: found {held}, written for another engine, without weights; expected a model's folder. Its "
-            f"comparison is in its {RECEIPT}; `flodl-hf verify` compares its files, and `flodl-hf "
-            "verify-endpoint` an ONNX file's outputs with a model's",
-            path=str(place),
-            problems=[held],
-        )
-
-
 def _check(run: _Run, checks: Sequence[Callable[[_Run], Iterator[Check]]]) -> None:
-    """Make checks in their order, up to an essential one that fails."""
-    result = run.result
+    """Make checks in their order; without a folder that opens the others are left out."""
+    from flodl_hf.parity.reference import available
+
+    found = run.result.checks
     for check in checks:
+        name = check.__name__.strip("_")
+        if check in WITH_TRANSFORMERS and not available():
+            found.append(Check(name, "not run", "transformers is not installed: pip install 'flodl-hf[parity]'"))
+            continue
         try:
-            result.checks.extend(check(run))
+            found.extend(check(run))
         except FlodlError as fault:
-            result.checks.append(Check(_name(check), "fail", str(fault)))
-        if result.checks and result.checks[-1].status == "fail" and check in ESSENTIAL:
+            found.append(Check(name, "fail", str(fault)))
+        if check is _opens and found[-1].status == "fail":
             break
 
 
@@ -159,10 +162,6 @@ def _parts(place: Path) -> list[str]:
         return transformer_folders(place)
     except FlodlError:
         return [""]
-
-
-def _source_of(base: Path | None, part: str) -> Path | None:
-    return None if base is None else base / part if (base / part).is_dir() else base
 
 
 def _model_of(model: EncoderModel | None, part: str) -> Any:
@@ -213,15 +212,13 @@ def _opens(run: _Run) -> Iterator[Check]:
 
 
 def _as_written(run: _Run) -> Iterator[Check]:
-    from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, compare_folder
-
     name = "files as they were written"
     if not (run.place / CHECKSUMS).is_file():
         yield Check(name, "not run", f"there is no {CHECKSUMS}")
         return
     found = compare_folder(run.place)
     detail = "; ".join(map(str, found.faults)) or f"{len(found.files)} files: lengths and SHA-256"
-    yield Check(name, "pass" if found.whole else "fail", detail)
+    yield _verdict(name, found.whole, detail)
 
 
 def _bytes(run: _Run) -> Iterator[Check]:
@@ -245,18 +242,12 @@ def _bytes(run: _Run) -> Iterator[Check]:
         )
         if names
     ]
-    yield Check(
-        "tensors equal the source's",
-        "fail" if faults else "pass",
-        "; ".join(faults) or f"{len(both)} tensors: names, dtypes, shapes and bytes",
-    )
+    detail = "; ".join(faults) or f"{len(both)} tensors: names, dtypes, shapes and bytes"
+    yield _verdict("tensors equal the source's", not faults, detail)
     here, there = read_config_file(run.place).source, read_config_file(run.base).source
     changed = sorted(key for key in {*here, *there} if here.get(key, ...) != there.get(key, ...))
-    yield Check(
-        "config.json equals the source's",
-        "fail" if changed else "pass",
-        f"changed: {', '.join(changed)}" if changed else f"{len(here)} values",
-    )
+    detail = f"changed: {', '.join(changed)}" if changed else f"{len(here)} values"
+    yield _verdict("config.json equals the source's", not changed, detail)
 
 
 def _keys(run: _Run) -> Iterator[Check]:
@@ -269,7 +260,7 @@ def _keys(run: _Run) -> Iterator[Check]:
     ]
     shared = len(found.unexpected) - len(surplus)
     detail = "0 missing, 0 unexpected" + (f" ({shared} surplus names as in the source)" if shared else "")
-    yield Check("transformers loads every key", "fail" if faults else "pass", "; ".join(faults) or detail)
+    yield _verdict("transformers loads every key", not faults, "; ".join(faults) or detail)
 
 
 def _tokens(run: _Run) -> Iterator[Check]:
@@ -283,7 +274,7 @@ def _tokens(run: _Run) -> Iterator[Check]:
     theirs = reference_ids(run.place, texts)
     if run.base is not None:
         same = theirs == reference_ids(run.base, texts)
-        yield Check("transformers' token ids equal the source's", "pass" if same else "fail", f"{len(texts)} texts")
+        yield _verdict("transformers' token ids equal the source's", same, f"{len(texts)} texts")
     ours = [list(row[0].ids) for row in run.model.tokenizer.encode_rows(texts)]
     parted = [text for text, a, b in zip(texts, ours, theirs, strict=True) if a != b]
     # tokenizer.json is the truth; transformers 5 rebuilds some tokenizers from class code instead.
@@ -320,20 +311,15 @@ def _outputs(run: _Run) -> Iterator[Check]:
             count += 1
     model.train(training)
     if run.base is not None:
-        yield Check(
-            "transformers' outputs equal the source's",
-            "pass" if source_equal else "fail",
-            f"{count} outputs, to the bit",
-        )
+        yield _verdict("transformers' outputs equal the source's", source_equal, f"{count} outputs, to the bit")
     bound = BOUNDS.get(model.dtype, 1e-5)
     what = "the live model's" if run.live else "our"
-    verdict: Status = "pass" if gap <= bound else "fail"
-    yield Check(
-        f"{what} outputs equal transformers'",
-        verdict,
-        f"{count} outputs, {'equal to the bit' if equal else f'largest difference {gap:.3g}, bound {bound:g}'}",
-        gap,
-    )
+    detail = "equal to the bit" if equal else f"largest difference {gap:.3g}, bound {bound:g}"
+    yield _verdict(f"{what} outputs equal transformers'", gap <= bound, f"{count} outputs, {detail}", gap)
+
+
+def _verdict(name: str, passed: bool, detail: str, measured: float | None = None) -> Check:
+    return Check(name, "pass" if passed else "fail", detail, measured)
 
 
 def _distance(one: Tensor | None, other: Tensor) -> float:
@@ -346,30 +332,8 @@ def _distance(one: Tensor | None, other: Tensor) -> float:
     return float(apart.nan_to_num(math.inf, math.inf).max()) if apart.numel() else 0.0
 
 
-def _with_transformers(check: Callable[[_Run], Iterator[Check]]) -> Callable[[_Run], Iterator[Check]]:
-    @wraps(check)
-    def run_if_installed(run: _Run) -> Iterator[Check]:
-        from flodl_hf.parity.reference import available
-
-        missing = "transformers is not installed: pip install 'flodl-hf[parity]'"
-        return check(run) if available() else iter([Check(_name(check), "not run", missing)])
-
-    return run_if_installed
-
-
-CHECKS: Sequence[Callable[[_Run], Iterator[Check]]] = (
-    _opens,
-    _as_written,
-    _bytes,
-    _with_transformers(_keys),
-    _with_transformers(_tokens),
-    _with_transformers(_outputs),
-)
-ESSENTIAL = CHECKS[:1]
-
-
-def _name(check: Callable[..., Any]) -> str:
-    return check.__name__.strip("_")
+WITH_TRANSFORMERS: Sequence[Callable[[_Run], Iterator[Check]]] = (_keys, _tokens, _outputs)
+CHECKS = (_opens, _as_written, _bytes, *WITH_TRANSFORMERS)
 
 
 def _facts(run: _Run, command: str | None) -> dict[str, Any]:
@@ -378,7 +342,7 @@ def _facts(run: _Run, command: str | None) -> dict[str, Any]:
     files = sorted(p for p in run.place.rglob("*") if p.is_file() and p.name != RECEIPT) if run.place.is_dir() else []
     model = run._model
     return {
-        "sha256": {p.relative_to(run.place).as_posix(): _sha256(p) for p in files},
+        "sha256": {p.relative_to(run.place).as_posix(): digest_of(p) for p in files},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -390,14 +354,3 @@ def _facts(run: _Run, command: str | None) -> dict[str, Any]:
         "command": command,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_receipt(folder: Path, result: Verification) -> None:
-    from flodl.files import write_atomically
-
-    write_atomically(folder / RECEIPT, [(json.dumps(result.to_dict(), indent=2) + "\n").encode()])

@@ -6,7 +6,6 @@ the cached files, and it is read again only if they differ.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 from flodl.errors import capped
 from flodl.files import read_regular, write_atomically
 from flodl_hf.checkpoints.hub.request import HubRequest
-from flodl_hf.checkpoints.weights.checksums import new_digest
+from flodl_hf.checkpoints.weights.checksums import digest_of
 from flodl_hf.checkpoints.weights.file_names import (
     BIN,
     CONFIG_NAME,
@@ -166,12 +165,6 @@ _MOST = 1 << 24
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
-def digest_of(path: Path, like: str) -> str:
-    """Return the digest of a file: SHA-256 if ``like`` is one, else the SHA-1 that git names its content by."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: new_digest(path, git=len(like) == 40)).hexdigest()
-
-
 def check_cached(request: HubRequest, snapshot: Path, names: Iterable[str]) -> None:
     """Compare files of the cache with their digests; files that have no digest in the cache are skipped.
 
@@ -193,7 +186,7 @@ def check_cached(request: HubRequest, snapshot: Path, names: Iterable[str]) -> N
         state = [stat.st_size, stat.st_mtime_ns]
         if known.get(blob.name) == state:
             continue
-        if (digest := digest_of(blob, blob.name)) != blob.name:
+        if (digest := digest_of(blob, git=len(blob.name) == 40)) != blob.name:
             raise request.error(
                 f"{name} in the cache is damaged: digest {digest} instead of {blob.name}",
                 f"remove {blob} and download it again: `hf download {request.name} {name}`",

@@ -24,7 +24,6 @@ from flodl_hf.checkpoints.hub.choosing import (
     any_present,
     check_cached,
     config_telling,
-    digest_of,
     lacking,
     named_weights,
     select,
@@ -40,6 +39,7 @@ from flodl_hf.checkpoints.hub.request import (
     token_for_one_host,
     within,
 )
+from flodl_hf.checkpoints.weights.checksums import digest_of
 from flodl_hf.checkpoints.weights.file_names import MODEL_FILES
 from flodl_hf.errors import HubError
 
@@ -425,7 +425,7 @@ def _fault(path: Path, announced: Any, check_bytes: bool) -> str | None:
     expected = announced.blob_id if announced.lfs is None else announced.lfs.sha256
     if announced.lfs is None and not (expected and _COMMIT.fullmatch(expected)):
         return None
-    digest = digest_of(path, expected)
+    digest = digest_of(path, git=len(expected) == 40)
     return None if digest == expected else f"digest {digest} instead of {expected}"
 
 

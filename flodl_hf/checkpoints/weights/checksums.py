@@ -275,6 +275,12 @@ def new_digest(path: Path, *, git: bool) -> Any:
     return hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False) if git else hashlib.sha256()
 
 
+def digest_of(path: Path, *, git: bool = False) -> str:
+    """Return the SHA-256 of a file, or git's digest."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: new_digest(path, git=git)).hexdigest()
+
+
 def _digest(place: Path, name: str, digest: Any, seen: dict[str, os.stat_result] | None = None) -> tuple[int, str]:
     """Return length and digest of a file, opened with the checks for all files of a folder.
 

@@ -776,7 +776,7 @@ def test_files_of_the_cache_are_read_once(hub: Hub, tmp_path: Path, monkeypatch:
 
     read: list[str] = []
     real = verified.digest_of
-    monkeypatch.setattr(verified, "digest_of", lambda path, like: read.append(path.name) or real(path, like))
+    monkeypatch.setattr(verified, "digest_of", lambda path, **how: read.append(path.name) or real(path, **how))
     found = resolve("ada/tiny", cache_dir=tmp_path)
     for count in (len(_names(found.folder)), 0, 0):
         read.clear()
