@@ -53,21 +53,17 @@ def convert_bin(
     """
     root = Path(folder)
     copies = model_files(root)
-    parts = _parts_in_bin(root, copies)
+    # Folders of transformers, and of layers without safetensors.
+    layers = [
+        _part_of(name) for name in copies
+        if name.endswith(_BIN) and f"{_part_of(name)}/model.safetensors" not in copies
+    ]  # fmt: skip
+    parts = dict.fromkeys([*transformer_folders(root), *layers])
     plans = {part: _planned(root / part, ties or {}, max_shard_size) for part in parts}
     copies = {name: data for name, data in copies.items() if not (name.endswith(_BIN) and _part_of(name) in plans)}
     written: list[WrittenFile] = []
     publish_folder(out, writer(plans, copies, written), overwrite=overwrite, needed_bytes=needed_bytes(plans, copies))
     return [file for file in written if file.name not in copies]
-
-
-def _parts_in_bin(root: Path, copies: Mapping[str, bytes]) -> list[str]:
-    """Return the folders with weights to convert: of transformers, and of layers without safetensors."""
-    layers = [
-        _part_of(name) for name in copies
-        if name.endswith(_BIN) and f"{_part_of(name)}/model.safetensors" not in copies
-    ]  # fmt: skip
-    return list(dict.fromkeys([*transformer_folders(root), *layers]))
 
 
 def _planned(folder: Path, ties: Mapping[str, str], max_shard_size: int | str | None) -> WritePlan:

@@ -105,10 +105,10 @@ def resolve(
         HubError: the name is malformed or not found, access is refused, the network is
             needed and absent, or a downloaded file differs from the Hub's announcement.
     """
-    text = _text_of(name_or_path)
     path = expect_place(name_or_path)
     if path is not None:
         return _local(path, subfolder, revision)
+    text = os.fspath(name_or_path)
     if subfolder and not _plain(subfolder, _SUBFOLDER):
         raise HubError(
             f"subfolder {printable(subfolder)}: expected names separated by '/', relative and without '..'; correct it",
@@ -144,9 +144,16 @@ def expect_place(name_or_path: str | os.PathLike[str]) -> Path | None:
     """Return the local path for a name, None for a repository of the Hub; without network access.
 
     Raises:
-        HubError: it is a URL, or a path that does not exist.
+        HubError: it is a URL, a path that does not exist, or neither text nor a path.
     """
-    text = _text_of(name_or_path)
+    text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
+    if text == "":
+        raise HubError("model: found an empty name; expected a folder, or a repository as 'owner/name'", name="")
+    if not isinstance(text, str) or any(ord(char) < 32 or ord(char) == 127 for char in text):
+        raise HubError(
+            f"{printable(str(name_or_path))}: no valid name; expected a folder, 'owner/name' or 'owner/name@revision'",
+            name=str(name_or_path),
+        )
     path = Path(os.path.expanduser(text))
     try:
         if path.exists():
@@ -167,23 +174,6 @@ def expect_place(name_or_path: str | os.PathLike[str]) -> Path | None:
             name=text,
         )
     return None
-
-
-def _text_of(name_or_path: Any) -> str:
-    """Return what names a folder or repository as text.
-
-    Raises:
-        HubError: it is neither text nor a path, or has characters that no name has.
-    """
-    text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
-    if text == "":
-        raise HubError("model: found an empty name; expected a folder, or a repository as 'owner/name'", name="")
-    if not isinstance(text, str) or any(ord(char) < 32 or ord(char) == 127 for char in text):
-        raise HubError(
-            f"{printable(str(name_or_path))}: no valid name; expected a folder, 'owner/name' or 'owner/name@revision'",
-            name=str(name_or_path),
-        )
-    return text
 
 
 def _repository(text: str, revision: str | None) -> tuple[str, str]:

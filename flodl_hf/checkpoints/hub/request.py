@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from time import monotonic
@@ -238,8 +239,8 @@ def token_for_one_host(endpoint: str, authorization: str | None = None) -> Itera
     # Where a connection fails, huggingface_hub closes its client and has its factory make another for the next try.
     http: Any = getattr(utils, "_http", None)
     factory = getattr(http, "_GLOBAL_CLIENT_FACTORY", None)
-    if factory is not None and not isinstance(factory, _TokenScopedSession):
-        http._GLOBAL_CLIENT_FACTORY = _TokenScopedSession(factory)
+    if factory is not None and getattr(factory, "func", None) is not _guarded_client:
+        http._GLOBAL_CLIENT_FACTORY = partial(_guarded_client, factory)
     _guarded(utils.get_session())
     before = _home.set(endpoint)
     key = (authorization or "", endpoint)
@@ -255,14 +256,9 @@ def token_for_one_host(endpoint: str, authorization: str | None = None) -> Itera
                 del _bound[key]
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenScopedSession:
-    """Makes clients as another factory does, which take tokens to one server alone."""
-
-    factory: Callable[[], Any]
-
-    def __call__(self) -> Any:
-        return _guarded(self.factory())
+def _guarded_client(factory: Callable[[], Any]) -> Any:
+    """Return a client of a factory; it sends tokens to one server only."""
+    return _guarded(factory())
 
 
 def _guarded(client: Any) -> Any:

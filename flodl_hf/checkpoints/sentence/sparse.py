@@ -74,13 +74,16 @@ class SparseVectors(Sequence[dict[int, float]]):
             raise PredictError("words: these vectors know ids alone; they were made without a tokenizer")
         return {self._words[token]: weight for token, weight in self[place].items()}
 
+    def _flat(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return text, word and weight of each entry."""
+        rows = np.repeat(np.arange(len(self)), np.array([*map(len, self.ids)], np.int64))
+        ids, weights = [*self.ids, np.zeros(0, np.int64)], [*self.weights, np.zeros(0, np.float32)]
+        return rows, np.concatenate(ids), np.concatenate(weights)
+
     def to_tensor(self) -> Tensor:
         """Return all vectors as a sparse tensor, ``(texts, size)``, as sentence-transformers' SparseEncoder does."""
-        counts = torch.tensor([0, *map(len, self.ids)])
-        columns = np.concatenate([*self.ids, np.zeros(0, np.int64)])
-        values = np.concatenate([*self.weights, np.zeros(0, np.float32)])
-        rows = torch.repeat_interleave(torch.arange(len(self)), counts[1:])
-        places = torch.stack([rows, torch.from_numpy(columns.astype(np.int64))])
+        rows, columns, values = self._flat()
+        places = torch.from_numpy(np.stack([rows, columns.astype(np.int64)]))
         with torch.sparse.check_sparse_tensor_invariants():  # torch 2.11 warns although the argument requests the check
             return torch.sparse_coo_tensor(
                 places, torch.from_numpy(values), (len(self), self.size), check_invariants=True, is_coalesced=True
@@ -97,9 +100,7 @@ class SparseVectors(Sequence[dict[int, float]]):
                 f"similarity: vectors over {self.size} and over {other.size} words; expected one vocabulary"
             )
         scores = np.zeros((len(self), len(other)), np.float32)
-        ids = np.concatenate([*self.ids, np.zeros(0, np.int64)])
-        weights = np.concatenate([*self.weights, np.zeros(0, np.float32)])
-        rows = np.repeat(np.arange(len(self)), list(map(len, self.ids)))
+        rows, ids, weights = self._flat()
         for column, (own, given) in enumerate(zip(other.ids, other.weights, strict=True)):
             whole = np.zeros(self.size, np.float32)
             whole[own] = given
