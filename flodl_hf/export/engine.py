@@ -109,7 +109,7 @@ def export_onnx(
 
     def opened(stage: Path) -> Answer:
         session = OnnxModel(stage / ONNX)
-        return lambda given: {name: torch.from_numpy(value) for name, value in session.run(**given).items()}
+        return lambda inputs: {name: torch.from_numpy(value) for name, value in session.run(**inputs).items()}
 
     facts = {"opset": opset, "external_data": beside}
     return _Export(traced, ONNX, "ONNX Runtime", facts, BOUND).publish(
@@ -145,7 +145,7 @@ def export_program(
     def opened(stage: Path) -> Answer:
         with with_torch_defaults():
             module = torch.export.load(stage / PROGRAM).module()
-        return lambda given: module(**given)
+        return lambda inputs: module(**inputs)
 
     return _Export(traced, PROGRAM, "torch.export", {}, 0.0).publish(folder, write, opened, size, overwrite, command)
 
@@ -321,17 +321,17 @@ class _Export:
                     problems=[name],
                 )
 
-    def _gap(self, name: str, found: Tensor | None, expected: Tensor, real: Tensor) -> float:
+    def _gap(self, name: str, values: Tensor | None, expected: Tensor, real: Tensor) -> float:
         """Return the largest difference at real tokens; endless where something is no number.
 
         A filled place that sees no real token (attention has windows) has a state that no engine means anything by.
         """
-        if found is None or found.shape != expected.shape or not bool(torch.isfinite(found).all()):
+        if values is None or values.shape != expected.shape or not bool(torch.isfinite(values).all()):
             return float("inf")
         if "tokens" in self.traced.outputs[name]:
-            found, expected = found[real], expected[real]
+            values, expected = values[real], expected[real]
         largest = max(1.0, float(expected.abs().max())) if self.bound else 1.0
-        return float((found.double() - expected.double()).abs().max()) / largest
+        return float((values.double() - expected.double()).abs().max()) / largest
 
     def _describe(self, stage: Path, command: str | None) -> None:
         import json

@@ -168,35 +168,35 @@ def _surroundings(file: Path, like: Any, hub: dict[str, Any]) -> tuple[dict[str,
     return files, ModelConfig.from_text(text, str(sidecar))
 
 
-def _named(found: Checkpoint, config: ModelConfig, task: str) -> tuple[dict[str, Tensor], str]:
+def _named(saved: Checkpoint, config: ModelConfig, task: str) -> tuple[dict[str, Tensor], str]:
     """Return the tensors under Hugging Face's names, and the original naming scheme.
 
     Raises:
         CheckpointError: the file mixes two naming schemes.
     """
     key_map = config.family.key_map(config.encoder, task)
-    plain = {_bare(name): tensor for name, tensor in found.tensors.items()}
-    if len(plain) != len(found.tensors):
-        raise CheckpointError(f"{found.path}: two tensors have one name but for their beginning", path=found.path)
+    plain = {_bare(name): tensor for name, tensor in saved.tensors.items()}
+    if len(plain) != len(saved.tensors):
+        raise CheckpointError(f"{saved.path}: two tensors have one name but for their beginning", path=saved.path)
     ours = [name for name in plain if translated(name, key_map.pairs)]
     if not ours:
-        return {name.replace("/", "."): tensor for name, tensor in found.tensors.items()}, "Hugging Face"
+        return {name.replace("/", "."): tensor for name, tensor in saved.tensors.items()}, "Hugging Face"
     strange = [name for name in plain if name not in set(ours)]
     if strange:
         shown = capped([printable(name, 120) for name in strange], 10)
         raise CheckpointError(
-            f"{found.path}: {len(ours)} tensors are of a {config.model_type} for {task.replace('_', ' ')}, and "
+            f"{saved.path}: {len(ours)} tensors are of a {config.model_type} for {task.replace('_', ' ')}, and "
             f"{len(strange)} are not:\n{shown}\nExpected the names of one graph; give the head that it has (--head).",
-            path=found.path,
+            path=saved.path,
             problems=strange,
         )
     names = canonical_names(config.family, key_map, ours, bare=task == "base")
     return joined({names[name]: tensor for name, tensor in plain.items()}), "ours"
 
 
-def _task_of(found: Checkpoint, config: ModelConfig, named: str) -> str:
+def _task_of(saved: Checkpoint, config: ModelConfig, named: str) -> str:
     """Return the task of the configuration, or another one with the names in a graph's file."""
-    names = [_bare(name) for name in found.tensors]
+    names = [_bare(name) for name in saved.tensors]
     for task in dict.fromkeys([named, *config.family.heads]):
         pairs = config.family.key_map(config.encoder, task).pairs
         if all(translated(name, pairs) for name in names):
@@ -220,7 +220,7 @@ def _config_text(config: ModelConfig, task: str, labels: Sequence[str] | None) -
     return patch_json(config.text or json.dumps(config.to_dict()), changes)
 
 
-def _check(found: Checkpoint, model: EncoderModel, style: str) -> bool:
+def _check(saved: Checkpoint, model: EncoderModel, style: str) -> bool:
     """Compare the file's structural hash with the model's; return whether the file has one.
 
     Raises:
@@ -229,21 +229,21 @@ def _check(found: Checkpoint, model: EncoderModel, style: str) -> bool:
     report = model.load_report
     if report is not None and report.new:
         raise CheckpointError(
-            f"{found.path}: {len(report.new)} tensors of the model are not in the file: {', '.join(report.new[:10])}; "
+            f"{saved.path}: {len(report.new)} tensors of the model are not in the file: {', '.join(report.new[:10])}; "
             "expected a checkpoint of the whole model; give the head that it has (--head)",
-            path=found.path,
+            path=saved.path,
             problems=list(report.new),
         )
-    if style != "ours" or not found.structural_hash:
+    if style != "ours" or not saved.structural_hash:
         return False
     own = model.graph.structural_hash()
-    if found.structural_hash != own:
+    if saved.structural_hash != own:
         raise CheckpointError(
-            f"{found.path}: made for the structure {found.structural_hash[:8]}, and a {model.config.model_type} for "
+            f"{saved.path}: made for the structure {saved.structural_hash[:8]}, and a {model.config.model_type} for "
             f"{model.head.replace('_', ' ')} of this configuration is {own[:8]}; expected the configuration that the "
             "checkpoint was made with",
-            path=found.path,
-            found=found.structural_hash,
+            path=saved.path,
+            found=saved.structural_hash,
             expected=own,
         )
     return True

@@ -156,10 +156,10 @@ def _check(run: _Run, checks: Sequence[Callable[[_Run], Iterator[Check]]]) -> No
             break
 
 
-def _parts(place: Path) -> list[str]:
+def _parts(folder: Path) -> list[str]:
     """Return the folders with weights; only the root if ``modules.json`` is missing or damaged."""
     try:
-        return transformer_folders(place)
+        return transformer_folders(folder)
     except FlodlError:
         return [""]
 
@@ -173,8 +173,8 @@ def _model_of(model: EncoderModel | None, part: str) -> Any:
 class _Run:
     """State shared by the checks: the two folders and models, each loaded once."""
 
-    def __init__(self, place: Path, base: Path | None, model: EncoderModel | None, result: Verification) -> None:
-        self.place, self.base, self.result = place, base, result
+    def __init__(self, folder: Path, base: Path | None, model: EncoderModel | None, result: Verification) -> None:
+        self.place, self.base, self.result = folder, base, result
         self._model = model
         self.live = model is not None
         self._references: dict[Path, Any] = {}

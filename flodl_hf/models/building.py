@@ -147,7 +147,7 @@ def plan_folder(
         head=head,
         source_head=written,
         tie_words=config.tie_words,
-        where=where,
+        source=where,
         renew=(spec.classifier,) if spec and spec.classifier and relabelled else (),
         config=config.encoder,
         custom=custom,

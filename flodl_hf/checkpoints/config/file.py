@@ -108,23 +108,23 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def read_json(text: str | bytes, where: str, odd: Odd | None = None) -> dict[str, Any]:
+def read_json(text: str | bytes, path: str, odd: Odd | None = None) -> dict[str, Any]:
     """Return the object in ``text``, read strictly.
 
     Args:
         text: the JSON.
-        where: its name, for messages.
+        path: its name, for messages.
         odd: receives duplicate keys and keys with NaN, which are refused without it.
 
     Raises:
         ConfigError: too large, not UTF-8, not JSON, not an object, a duplicate key, NaN, or nested too deeply.
     """
 
-    def fault(found: str) -> ConfigError:
+    def fault(problem: str) -> ConfigError:
         return ConfigError(
-            f"{where}: {found}; expected a JSON object. Fetch the file again or correct it.",
-            where=where,
-            problems=[found],
+            f"{path}: {problem}; expected a JSON object. Fetch the file again or correct it.",
+            where=path,
+            problems=[problem],
         )
 
     if len(text) > MAX_CONFIG_BYTES:
@@ -266,32 +266,32 @@ LABEL_THRESHOLDS = "label_thresholds"
 """The key: a table of numbers from 0 to 1 by label name."""
 
 
-def thresholds_of(found: Any, labels: Sequence[str], notes: list[str]) -> dict[str, float] | None:
+def thresholds_of(stated: Any, labels: Sequence[str], notes: list[str]) -> dict[str, float] | None:
     """Return the thresholds in a file's key, in the order of the labels; None if absent or invalid.
 
     Args:
-        found: the key's value.
+        stated: the key's value.
         labels: names of the model's labels.
         notes: receives a sentence if the value is not a threshold for each label.
     """
-    if found is None:
+    if stated is None:
         return None
-    if isinstance(found, Mapping) and set(found) == set(labels) and all(_is_share(value) for value in found.values()):
-        return {name: float(found[name]) for name in labels}
+    if isinstance(stated, Mapping) and set(stated) == set(labels) and all(map(_is_share, stated.values())):
+        return {name: float(stated[name]) for name in labels}
     notes.append(
-        f"{LABEL_THRESHOLDS}: found {shown(found, 60)}; expected a number from 0 to 1 for each of the labels; predict "
+        f"{LABEL_THRESHOLDS}: found {shown(stated, 60)}; expected a number from 0 to 1 for each of the labels; predict "
         "knows no tuned thresholds"
     )
     return None
 
 
 def tuned_thresholds(
-    kept: Mapping[str, float] | None, threshold: str, function_to_apply: str | None
+    thresholds: Mapping[str, float] | None, threshold: str, function_to_apply: str | None
 ) -> Mapping[str, float]:
     """Return the stored thresholds by label, if a call requests them.
 
     Args:
-        kept: the thresholds of the configuration.
+        thresholds: the thresholds of the configuration.
         threshold: the string that the call passed.
         function_to_apply: the function that the call requests; None for the configuration's.
 
@@ -304,7 +304,7 @@ def tuned_thresholds(
             f"predict: threshold={printable(threshold, 40)}; expected a number, numbers by label, or 'tuned'",
             threshold=threshold,
         )
-    if kept is None:
+    if thresholds is None:
         raise PredictError(
             "predict: threshold='tuned', but this model stores none; expected label_thresholds in config.json. "
             "finetune(tune_thresholds=True) chooses them on held-out data; or give a number",
@@ -316,7 +316,7 @@ def tuned_thresholds(
             "the scores of the configured function; omit it, or give custom numbers",
             function_to_apply=function_to_apply,
         )
-    return kept
+    return thresholds
 
 
 def _is_share(value: Any) -> bool:

@@ -108,7 +108,7 @@ class ModelConfig:
     def from_text(
         cls,
         text: str,
-        where: str = "config.json",
+        name: str = "config.json",
         ignore_config_keys: Sequence[str] = (),
         *,
         strict_config: bool = False,
@@ -117,7 +117,7 @@ class ModelConfig:
 
         Args:
             text: the JSON.
-            where: its name, for messages.
+            name: its name, for messages.
             ignore_config_keys: unsupported keys to ignore.
             strict_config: also refuse keys unknown to every family, and conflicting settings that are
                 ignored; without it they are only noted.
@@ -127,14 +127,14 @@ class ModelConfig:
                 understood; all faults are listed at once in ``problems``.
         """
         odd = Odd()
-        source = read_json(text, where, odd)
+        source = read_json(text, name, odd)
         return cls.from_dict(
-            source, where=where, text=text, ignore_config_keys=ignore_config_keys, strict_config=strict_config, odd=odd
+            source, name=name, text=text, ignore_config_keys=ignore_config_keys, strict_config=strict_config, odd=odd
         )
 
     @classmethod
     def from_dict(
-        cls, source: Mapping[str, Any], *, where: str = "config", text: str | None = None,
+        cls, source: Mapping[str, Any], *, name: str = "config", text: str | None = None,
         ignore_config_keys: Sequence[str] = (), strict_config: bool = False, whole: bool = False,
         odd: Odd | None = None,
     ) -> ModelConfig:  # fmt: skip
@@ -142,14 +142,14 @@ class ModelConfig:
 
         Args:
             source: the mapping.
-            where: its name, for messages.
+            name: its name, for messages.
             text: the JSON that it was read from.
             ignore_config_keys: unsupported keys to ignore.
             strict_config: as of `from_text`.
             whole: every size has to be stated.
             odd: deviations of the text from JSON.
         """
-        family = family_of(source, where)
+        family = family_of(source, name)
         problems: list[str] = []
         # Code of the repository may read settings that transformers ignores: then the effective one is unknown.
         settled = bool(family.tiny) and not strict_config and not source.get("auto_map")
@@ -180,14 +180,14 @@ class ModelConfig:
         if not problems:
             _consistent(fields, source, family.rows, problems)
         if problems:
-            raise refuse(problems, where, family.model_type)
+            raise refuse(problems, name, family.model_type)
         try:
             encoder = family.config(**fields)
         except ValueError as fault:  # a family's own rules between fields
-            raise refuse([str(fault)], where, family.model_type) from None
+            raise refuse([str(fault)], name, family.model_type) from None
         return cls(
             family, encoder, labels, label_thresholds=thresholds, score_activation=activation,
-            source=dict(source), text=text, where=where, notes=notes, overruled=(*(overruled or ()), *oddities),
+            source=dict(source), text=text, where=name, notes=notes, overruled=(*(overruled or ()), *oddities),
             left_out=left_out, **shared,
         )  # fmt: skip
 
@@ -200,7 +200,7 @@ class ModelConfig:
         labels = values.pop("labels", None)
         if labels is not None:
             values["id2label"] = {str(i): name for i, name in enumerate(labels)}
-        config = cls.from_dict({"model_type": model_type, **values}, where="for_model(...)", whole=True)
+        config = cls.from_dict({"model_type": model_type, **values}, name="for_model(...)", whole=True)
         if "id2label" in config.source:
             # Transformers takes neither of the two from the other.
             config.source.setdefault("label2id", config.label2id)
@@ -411,18 +411,18 @@ def read_config_file(
     return ModelConfig.from_text(config_text_of(folder), where, ignored, strict_config=strict_config)
 
 
-def listed_texts(given: Any, what: str) -> list[str]:
+def listed_texts(values: Any, what: str) -> list[str]:
     """Return a collection of texts as a list.
 
     Raises:
         ConfigError: it is a single text, or contains none.
     """
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        return list(given)
-    raise ConfigError(f"{what}={shown(given, 60)}; expected a list of texts", problems=[what])
+    if isinstance(values, Iterable) and not isinstance(values, str):
+        return list(values)
+    raise ConfigError(f"{what}={shown(values, 60)}; expected a list of texts", problems=[what])
 
 
-def family_of(source: Mapping[str, Any], where: str) -> Family:
+def family_of(source: Mapping[str, Any], name: str) -> Family:
     """Return the family that ``model_type`` names.
 
     Raises:
@@ -441,10 +441,10 @@ def family_of(source: Mapping[str, Any], where: str) -> Family:
         hint = f", did you mean {close[0]!r}?" if close and other is None else ""
     what = f" That is {other}, another architecture." if other else ""
     raise ConfigError(
-        f"{where}: model_type {found}{hint}; expected one of {', '.join(known)}.{what} "
+        f"{name}: model_type {found}{hint}; expected one of {', '.join(known)}.{what} "
         "Other architectures run in transformers. One that differs little from a family of this list can be added: "
         "flodl_hf.families.register(FAMILY).",
-        where=where,
+        where=name,
         problems=["model_type"],
         known=known,
     )

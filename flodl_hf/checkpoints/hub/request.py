@@ -56,16 +56,16 @@ class HubRequest:
         """Return the names of files in the subfolder, relative to it."""
         return [name.removeprefix(self.prefix) for name in names if name.startswith(self.prefix)]
 
-    def error(self, found: str, remedy: str, **details: Any) -> HubError:
+    def error(self, problem: str, remedy: str, **details: Any) -> HubError:
         """Return an error with the repository, the finding, and the remedy."""
         where = self.name if self.revision == "main" else f"{self.name}@{self.revision}"
         # A name without an owner may be the folder of the examples.
         demo = "" if "/" in self.name else ". To try the library offline, `flodl-hf demo` writes the folder demo-model"
-        return HubError(f"{where}: {found}; {remedy}{demo}", name=self.name, revision=self.revision, **details)
+        return HubError(f"{where}: {problem}; {remedy}{demo}", name=self.name, revision=self.revision, **details)
 
-    def no_hub(self, found: str, **details: Any) -> HubError:
+    def no_hub(self, problem: str, **details: Any) -> HubError:
         """Return the error for an answer that the Hub does not give."""
-        return self.error(found, "check HF_ENDPOINT: this is no Hub", **details)
+        return self.error(problem, "check HF_ENDPOINT: this is no Hub", **details)
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

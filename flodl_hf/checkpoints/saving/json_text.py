@@ -69,5 +69,7 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _refused(found: str) -> ExportError:
-    return ExportError(f"JSON text to be changed: {found}; expected one object; fix the source file", problems=[found])
+def _refused(problem: str) -> ExportError:
+    return ExportError(
+        f"JSON text to be changed: {problem}; expected one object; fix the source file", problems=[problem]
+    )

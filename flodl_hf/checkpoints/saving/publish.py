@@ -139,30 +139,30 @@ def publish_folder(
     return place
 
 
-def _check_target(place: Path, overwrite: bool, replaceable: Callable[[str], bool]) -> None:
-    def refuse(found: str, todo: str, problems: list[str] | None = None) -> ExportError:
+def _check_target(target: Path, overwrite: bool, replaceable: Callable[[str], bool]) -> None:
+    def refuse(problem: str, todo: str, problems: list[str] | None = None) -> ExportError:
         return ExportError(
-            f"{place}: found {found}, expected a new or empty folder; {todo}",
-            path=str(place),
-            problems=problems or [found],
+            f"{target}: found {problem}, expected a new or empty folder; {todo}",
+            path=str(target),
+            problems=problems or [problem],
         )
 
     try:
-        mode = os.lstat(place).st_mode
+        mode = os.lstat(target).st_mode
     except FileNotFoundError:
         return
     except NotADirectoryError:
         raise refuse("a path that runs through a file", "choose another folder") from None
     if stat.S_ISLNK(mode):
-        raise refuse(f"a link to {os.readlink(place)}", "give the folder that it leads to")
+        raise refuse(f"a link to {os.readlink(target)}", "give the folder that it leads to")
     if not stat.S_ISDIR(mode):
         raise refuse("a file", "choose another name, or remove the file")
-    if os.path.ismount(place):
+    if os.path.ismount(target):
         raise refuse("a mount point", "choose a folder inside it")
-    if Path.cwd().is_relative_to(place.resolve()):
+    if Path.cwd().is_relative_to(target.resolve()):
         # An exchanged folder is deleted, and the process must not be inside it.
         raise refuse("the current folder, or one above it", "choose a folder inside it, or start elsewhere")
-    files = sorted(_files(place))
+    files = sorted(_files(target))
     if files and not overwrite:
         raise refuse(f"a folder with {len(files)} files", "choose another, or allow it: overwrite=True")
     strange = [name for name in files if not replaceable(name)]
@@ -187,31 +187,31 @@ def _files(folder: Path) -> list[str]:
     return found
 
 
-def check_space(place: Path, needed: int) -> None:
+def check_space(target: Path, needed: int) -> None:
     """Refuse a folder that exceeds the free disk space.
 
     Args:
-        place: the folder, which need not exist.
+        target: the folder, which need not exist.
         needed: its size in bytes.
 
     Raises:
         ExportError: fewer are free.
     """
-    free = shutil.disk_usage(next(folder for folder in place.absolute().parents if folder.is_dir())).free
+    free = shutil.disk_usage(next(folder for folder in target.absolute().parents if folder.is_dir())).free
     if needed > free:
         raise ExportError(
-            f"{place}: needs {needed:,} bytes, found {free:,} free; expected room for the whole new folder "
+            f"{target}: needs {needed:,} bytes, found {free:,} free; expected room for the whole new folder "
             f"in addition to the old one; free some space, or choose another disk",
-            path=str(place),
+            path=str(target),
             problems=["not enough space"],
             needed_bytes=needed,
             free_bytes=free,
         )
 
 
-def _refused(place: Path, error: OSError, needed: int) -> ExportError:
+def _refused(target: Path, error: OSError, needed: int) -> ExportError:
     try:
-        free = shutil.disk_usage(place.parent).free
+        free = shutil.disk_usage(target.parent).free
     except OSError:
         free = 0
     at = f" at {error.filename}" if error.filename else ""
@@ -221,9 +221,9 @@ def _refused(place: Path, error: OSError, needed: int) -> ExportError:
         todo = "check that the folder above may be written"
     need = f", {needed:,} needed" if needed else ""
     return ExportError(
-        f"{place}: cannot be written: {error.strerror or error}{at} ({free:,} bytes free{need}); "
+        f"{target}: cannot be written: {error.strerror or error}{at} ({free:,} bytes free{need}); "
         f"expected to write a folder and rename it; nothing was changed; {todo}",
-        path=str(place),
+        path=str(target),
         problems=[str(error)],
         needed_bytes=needed,
         free_bytes=free,
@@ -235,11 +235,11 @@ class _Stage:
     """The folder next to a target that is written to; after an interrupt, its remains have no owner.
 
     Args:
-        place: the target.
+        target: the target.
     """
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
+    def __init__(self, target: Path) -> None:
+        self._place = target
         self.folder = self._named()
         self._lock: _Held | None = None
 
@@ -298,10 +298,10 @@ class _Held:
     __del__ = close
 
 
-def _sweep(place: Path) -> None:
+def _sweep(target: Path) -> None:
     """Remove stages of dead writers to this target, and restore an old folder without a successor."""
-    prefix = f".{place.name[:180]}."
-    for entry in sorted(place.parent.iterdir()):
+    prefix = f".{target.name[:180]}."
+    for entry in sorted(target.parent.iterdir()):
         if entry.is_symlink() or not entry.name.startswith(prefix) or not entry.is_dir():
             continue
         kind = entry.name.removeprefix(prefix)
@@ -311,8 +311,8 @@ def _sweep(place: Path) -> None:
         if lock is None:
             continue
         try:
-            if kind.startswith("old-") and not os.path.lexists(place):
-                os.rename(entry, place)
+            if kind.startswith("old-") and not os.path.lexists(target):
+                os.rename(entry, target)
             else:
                 shutil.rmtree(entry, ignore_errors=True)
         finally:
@@ -340,24 +340,24 @@ def _sync_tree(folder: Path) -> None:
         sync_folder(root)
 
 
-def _swap(stage: Path, place: Path, overwrite: bool) -> None:
-    """Move ``stage`` to ``place``; an existing folder at ``place`` moves to ``stage``."""
-    if not overwrite or not os.path.lexists(place):
+def _swap(stage: Path, target: Path, overwrite: bool) -> None:
+    """Move ``stage`` to ``target``; an existing folder at ``target`` moves to ``stage``."""
+    if not overwrite or not os.path.lexists(target):
         # Replaces nothing or an empty folder, and fails on one that another process filled meanwhile.
         try:
-            os.rename(stage, place)
+            os.rename(stage, target)
         except FileExistsError:
-            os.rmdir(place)  # Windows renames over nothing at all
-            os.rename(stage, place)
-    elif not system.exchange(stage, place):
+            os.rmdir(target)  # Windows renames over nothing at all
+            os.rename(stage, target)
+    elif not system.exchange(stage, target):
         # No exchange here. Between these two renames the target is missing; the next publish puts it back.
         old = stage.with_name(stage.name.replace(".stage-", ".old-"))
-        os.rename(place, old)
+        os.rename(target, old)
         try:
-            os.rename(stage, place)
+            os.rename(stage, target)
         except BaseException:
-            os.rename(old, place)
+            os.rename(old, target)
             raise
-        sync_folder(place.parent)  # before that, the new name may be lost and the old contents needed
+        sync_folder(target.parent)  # before that, the new name may be lost and the old contents needed
         shutil.rmtree(old, ignore_errors=True)
-    sync_folder(place.parent)
+    sync_folder(target.parent)

@@ -389,7 +389,7 @@ def verify_files(folder: str | os.PathLike[str], files: Iterable[WrittenFile]) -
         )
 
 
-def _check(place: Path, items: Sequence[tuple[str, Tensor]]) -> None:
+def _check(path: Path, items: Sequence[tuple[str, Tensor]]) -> None:
     problems: list[str] = []
     seen: set[str] = set()
     for name, tensor in items:
@@ -405,9 +405,9 @@ def _check(place: Path, items: Sequence[tuple[str, Tensor]]) -> None:
             problems.append(f"{printable(name)}: has no dense memory ({tensor.layout}, {tensor.device})")
     if problems:
         raise ExportError(
-            f"{place}: cannot store these tensors:\n{capped(problems)}\n"
+            f"{path}: cannot store these tensors:\n{capped(problems)}\n"
             f"expected dense tensors under distinct, printable names; rename or convert them",
-            path=str(place),
+            path=str(path),
             problems=problems,
         )
 
@@ -428,9 +428,9 @@ def _chunks(header: bytes, items: Iterable[tuple[str, Tensor]]) -> Iterable[memo
             yield data[start : start + _CHUNK]
 
 
-def _write(place: Path, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
+def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
     digest, size = hashlib.sha256(), 0
-    file = open(place, "xb", buffering=0)  # noqa: SIM115 - the file is removed below on any failure
+    file = open(path, "xb", buffering=0)  # noqa: SIM115 - the file is removed below on any failure
     try:
         with file:
             for chunk in chunks:
@@ -440,6 +440,6 @@ def _write(place: Path, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
                 digest.update(chunk)
                 size += len(chunk)
     except BaseException:
-        place.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         raise
-    return WrittenFile(place.name, size, digest.hexdigest())
+    return WrittenFile(path.name, size, digest.hexdigest())

@@ -77,25 +77,25 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def refuse_setting(where: Path, key: str, value: Any, expected: str) -> ConfigError:
+def refuse_setting(path: Path, key: str, value: Any, expected: str) -> ConfigError:
     """Return the error of a setting that changes numbers and is not supported."""
     said = printable(value, 80) if isinstance(value, str) else shown(value, 80)
     return ConfigError(
-        f"{where}: found {key}: {said}, expected {expected}; other values are not supported. Correct it, or load the "
+        f"{path}: found {key}: {said}, expected {expected}; other values are not supported. Correct it, or load the "
         "transformer's own folder without it.",
-        where=str(where),
+        where=str(path),
         problems=[key],
         key=key,
         value=value,
     )
 
 
-def wrong_tensors(where: Path, tensors: Mapping[str, Tensor], expected: str) -> ConfigError:
+def wrong_tensors(path: Path, tensors: Mapping[str, Tensor], expected: str) -> ConfigError:
     """Return the error for a module with tensors that contradict its settings."""
     found = {name: tuple(tensor.shape) for name, tensor in sorted(tensors.items())}
     return ConfigError(
-        f"{where}: found tensors {shown(found, 120)}, expected {expected}. Fetch the folder again.",
-        where=str(where),
+        f"{path}: found tensors {shown(found, 120)}, expected {expected}. Fetch the folder again.",
+        where=str(path),
         problems=sorted(tensors),
     )
 
@@ -103,10 +103,10 @@ def wrong_tensors(where: Path, tensors: Mapping[str, Tensor], expected: str) -> 
 _LIMIT = 1_000_000
 
 
-def wrong(path: Path, found: str, expected: str) -> ConfigError:
+def wrong(path: Path, problem: str, expected: str) -> ConfigError:
     """Return the error for a file with unexpected contents."""
     return ConfigError(
-        f"{path}: {found}; expected {expected}. Fetch the file again or correct it.",
+        f"{path}: {problem}; expected {expected}. Fetch the file again or correct it.",
         where=str(path),
         problems=[path.name],
     )

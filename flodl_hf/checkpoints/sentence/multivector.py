@@ -87,26 +87,26 @@ class MultiVectorConfig:
         return torch.nn.functional.normalize(states.float(), dim=-1)
 
 
-def _length(said: Mapping[str, Any], key: str, usual: int, where: Path) -> int:
-    value = said.get(key, usual)
+def _length(settings: Mapping[str, Any], key: str, usual: int, path: Path) -> int:
+    value = settings.get(key, usual)
     if type(value) is not int or not 3 < value <= 1_000_000:
-        raise wrong(where, f"{key} is {shown(value, 60)}", "an integer from 4")
+        raise wrong(path, f"{key} is {shown(value, 60)}", "an integer from 4")
     return value
 
 
-def _marker(said: Mapping[str, Any], key: str, usual: str, where: Path) -> str | None:
+def _marker(settings: Mapping[str, Any], key: str, usual: str, path: Path) -> str | None:
     """Return the token that marks texts; None if the file disables it."""
-    value = said.get(key, usual)
+    value = settings.get(key, usual)
     if not isinstance(value, str | None):
-        raise wrong(where, f"{key} is {shown(value, 60)}", "a token")
+        raise wrong(path, f"{key} is {shown(value, 60)}", "a token")
     return value or None
 
 
-def _prompt(prompts: Any, kind: str, where: Path) -> str:
+def _prompt(prompts: Any, kind: str, path: Path) -> str:
     """Return the prompt that follows the marker of queries or documents."""
     found = prompts.get(kind) if isinstance(prompts, dict) else prompts
     if not isinstance(found, str | None):
-        raise wrong(where, f"prompts is {shown(prompts, 60)}", "a table of texts")
+        raise wrong(path, f"prompts is {shown(prompts, 60)}", "a table of texts")
     return found or ""
 
 
@@ -142,50 +142,50 @@ def colbert_recipe(folder: Path) -> tuple[MultiVectorConfig, dict[str, bytes]]:
     ), files
 
 
-def pylate_recipe(said: Mapping[str, Any], projections: Sequence[Dense], where: Path) -> MultiVectorConfig:
+def pylate_recipe(settings: Mapping[str, Any], projections: Sequence[Dense], path: Path) -> MultiVectorConfig:
     """Return the recipe in PyLate's ``config_sentence_transformers.json``.
 
     Raises:
         ConfigError: a setting is invalid.
     """
-    skipped = said.get("skiplist_words", list(string.punctuation))
+    skipped = settings.get("skiplist_words", list(string.punctuation))
     if not isinstance(skipped, list) or not all(isinstance(word, str) for word in skipped):
-        raise wrong(where, f"skiplist_words is {shown(skipped, 60)}", "a list of words")
-    prompts = said.get("prompts") or {}
+        raise wrong(path, f"skiplist_words is {shown(skipped, 60)}", "a list of words")
+    prompts = settings.get("prompts") or {}
     return MultiVectorConfig(
         tuple(projections),
-        _marker(said, "query_prefix", "[Q] ", where),
-        _marker(said, "document_prefix", "[D] ", where),
-        _length(said, "query_length", 32, where),
-        _length(said, "document_length", 180, where),
-        expanded=said.get("do_query_expansion") is not False,
-        attended=said.get("attend_to_expansion_tokens") is True,
+        _marker(settings, "query_prefix", "[Q] ", path),
+        _marker(settings, "document_prefix", "[D] ", path),
+        _length(settings, "query_length", 32, path),
+        _length(settings, "document_length", 180, path),
+        expanded=settings.get("do_query_expansion") is not False,
+        attended=settings.get("attend_to_expansion_tokens") is True,
         skipped=tuple(skipped),
-        query_prompt=_prompt(prompts, "query", where),
-        document_prompt=_prompt(prompts, "document", where),
+        query_prompt=_prompt(prompts, "query", path),
+        document_prompt=_prompt(prompts, "document", path),
     )
 
 
 def multivector_recipe(
-    said: Mapping[str, Any],
+    settings: Mapping[str, Any],
     transformer: Mapping[str, Any],
     mask: Mapping[str, Any],
     projections: Sequence[Dense],
-    where: Path,
+    folder: Path,
 ) -> MultiVectorConfig:
     """Return the recipe of a folder of sentence-transformers' MultiVectorEncoder.
 
     Args:
-        said: ``config_sentence_transformers.json``.
+        settings: ``config_sentence_transformers.json``.
         transformer: ``sentence_bert_config.json``.
         mask: the settings of its module MultiVectorMask.
         projections: its dense layers.
-        where: the folder.
+        folder: the folder.
 
     Raises:
         ConfigError: a setting is invalid or not supported.
     """
-    expansion, prompts = transformer.get("query_expansion"), said.get("prompts") or {}
+    expansion, prompts = transformer.get("query_expansion"), settings.get("prompts") or {}
     skipped = mask.get("skiplist_words") or []
     faults = {
         "query_expansion": expansion is not None
@@ -194,20 +194,20 @@ def multivector_recipe(
         "skiplist_tasks": mask.get("skiplist_tasks", ["document"]) != ["document"],
         "keep_only_token_ids": mask.get("keep_only_token_ids") is not None,
         "prompts": not isinstance(prompts, dict),
-        "similarity_fn_name": said.get("similarity_fn_name") not in (None, "maxsim", "MaxSim"),
+        "similarity_fn_name": settings.get("similarity_fn_name") not in (None, "maxsim", "MaxSim"),
     }
     problems = [name for name, is_wrong in faults.items() if is_wrong]
     if problems:
-        found = {**said, **transformer, **mask}
+        found = {**settings, **transformer, **mask}
         raise ConfigError(
-            f"{where}: {', '.join(f'{name} is {shown(found.get(name), 60)}' for name in problems)}; expected queries "
+            f"{folder}: {', '.join(f'{name} is {shown(found.get(name), 60)}' for name in problems)}; expected queries "
             "filled up with mask tokens to one length or unexpanded, and skipped words in documents only",
-            where=str(where),
+            where=str(folder),
             problems=problems,
         )
-    lengths = {name: _length(transformer, name, 32, where) for name in ("query_length", "document_length")
+    lengths = {name: _length(transformer, name, 32, folder) for name in ("query_length", "document_length")
                if transformer.get(name) is not None}  # fmt: skip
-    filled = None if expansion is None else _length(expansion, "length", 32, where)
+    filled = None if expansion is None else _length(expansion, "length", 32, folder)
     return MultiVectorConfig(
         tuple(projections),
         query_length=filled or lengths.get("query_length"),
@@ -215,8 +215,8 @@ def multivector_recipe(
         expanded=expansion is not None,
         attended=expansion is not None and expansion.get("attend") is True,
         skipped=tuple(skipped),
-        query_prompt=_prompt(prompts, "query", where),
-        document_prompt=_prompt(prompts, "document", where),
+        query_prompt=_prompt(prompts, "query", folder),
+        document_prompt=_prompt(prompts, "document", folder),
     )
 
 

@@ -142,25 +142,25 @@ class SentenceTransformerConfig:
         last = self.dense[-1] if self.dense else None
         return last if isinstance(last, Dense) and last.of_scores else None
 
-    def shares(self, layers: int, where: str) -> tuple[tuple[int, float], ...]:
+    def shares(self, layers: int, folder: str) -> tuple[tuple[int, float], ...]:
         """Return the numbers of the hidden states that are read and their shares; nothing for the last state alone.
 
         Args:
             layers: of the model.
-            where: the folder, for messages.
+            folder: the folder, for messages.
 
         Raises:
             ConfigError: the model has other hidden states.
         """
         if self.layers is not None:
             found = self.layers.shares()
-            layer_number(found[-1][0], layers, where)
+            layer_number(found[-1][0], layers, folder)
             return found
-        return () if self.layer is None else ((layer_number(self.layer, layers, where), 1.0),)
+        return () if self.layer is None else ((layer_number(self.layer, layers, folder), 1.0),)
 
-    def kept(self, asked: int | None) -> int | None:
-        """Return how many features of a vector to keep, given the call's ``asked``; None for all."""
-        return self.truncate_dim if asked is None else asked
+    def kept(self, requested: int | None) -> int | None:
+        """Return how many features of a vector to keep, given the call's ``requested``; None for all."""
+        return self.truncate_dim if requested is None else requested
 
     def width(self, hidden_size: int) -> int:
         """Return how many features a vector has before any are left out, of states of ``hidden_size``."""
@@ -168,32 +168,32 @@ class SentenceTransformerConfig:
         own = [step.size for step in self.dense if step.size is not None]
         return own[-1] if own else len(self.pooling) * (sizes[-1] if sizes else hidden_size)
 
-    def route_of(self, asked: str | None) -> str | None:
+    def route_of(self, route: str | None) -> str | None:
         """Return the route of texts; None if the folder has none.
 
         Args:
-            asked: the name of a route or of a task; None for the usual one.
+            route: the name of a route or of a task; None for the usual one.
 
         Raises:
             PredictError: the route does not exist, or none is usual and none was requested.
         """
         if not self.routes:
-            if asked is None:
+            if route is None:
                 return None
-            raise PredictError(f"route={asked!r}: this model has no routes; all texts go one way. Leave it out")
-        found = self.usual_route if asked is None else self.kinds.get(asked, asked)
+            raise PredictError(f"route={route!r}: this model has no routes; all texts go one way. Leave it out")
+        found = self.usual_route if route is None else self.kinds.get(route, route)
         if found is not None and found in self.routes:
             return found
         names = list(dict.fromkeys((*self.routes, *self.kinds)))
-        if asked is None:
+        if route is None:
             raise PredictError(f"route: this model has no default route; expected one of {', '.join(names)}")
         raise PredictError(
-            f"route={asked!r}: this model has no such route{nearest(asked, names)}; expected one of {', '.join(names)}"
+            f"route={route!r}: this model has no such route{nearest(route, names)}; expected one of {', '.join(names)}"
         )
 
-    def on(self, asked: str | None = None) -> SentenceTransformerConfig:
+    def on(self, route: str | None = None) -> SentenceTransformerConfig:
         """Return the recipe of the texts of one route, this one where there are no routes; see `route_of`."""
-        name = self.route_of(asked)
+        name = self.route_of(route)
         return self if name is None else self.routes[name]
 
     def resolve_prompt(self, method: str, prompt: str | None = None, name: str | None = None) -> str:
@@ -374,32 +374,32 @@ def _gives_all_layers(folder: Path, settings: TransformerSettings) -> bool:
     return {**config, **settings.config}.get("output_hidden_states") is True
 
 
-def _activation(said: Mapping[str, Any], root: Path) -> str | None:
+def _activation(settings: Mapping[str, Any], root: Path) -> str | None:
     """Return the path of a cross-encoder's activation, by the rules of sentence-transformers; None for other kinds."""
-    if said.get("model_type") != "CrossEncoder":
+    if settings.get("model_type") != "CrossEncoder":
         return None
     config = settings_in(root, CONFIG_NAME, optional=True)
     labels = len(config.get("id2label") or range(config.get("num_labels", 2)))
     usual = "torch.nn.modules.activation.Sigmoid" if labels == 1 else "torch.nn.modules.linear.Identity"
-    return str(said.get("activation_fn") or stored_activation(config) or usual)
+    return str(settings.get("activation_fn") or stored_activation(config) or usual)
 
 
-def _number_of(said: Mapping[str, Any], key: str, where: Path) -> int | None:
+def _number_of(settings: Mapping[str, Any], key: str, path: Path) -> int | None:
     """Return how many features or words of a vector a folder keeps; None for all."""
-    found = said.get(key)
+    found = settings.get(key)
     if found is not None and (type(found) is not int or found < 1):
-        raise wrong(where, f"{key} is {shown(found, 60)}", "a number from 1, or null")
+        raise wrong(path, f"{key} is {shown(found, 60)}", "a number from 1, or null")
     return found
 
 
-def _prompts(said: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str | None]:
+def _prompts(settings: Mapping[str, Any], path: Path) -> tuple[dict[str, str], str | None]:
     """Return the prompts of a folder by name, and the name of the default one."""
-    prompts, usual = said.get("prompts") or {}, said.get("default_prompt_name")
+    prompts, usual = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise wrong(where, f"prompts is {shown(prompts, 60)}", "a table of texts")
+        raise wrong(path, f"prompts is {shown(prompts, 60)}", "a table of texts")
     if usual is not None and (not isinstance(usual, str) or usual not in prompts):
         raise wrong(
-            where,
+            path,
             f"default_prompt_name is {shown(usual, 60)}",
             f"one of {', '.join(map(printable, prompts)) or 'no prompts'}",
         )

@@ -93,17 +93,17 @@ def routing_of(root: Path) -> Routing:
     return Routing(ways, usual, kinds, (file,))
 
 
-def _kinds_of_texts(said: Any, ways: Mapping[str, Any], where: Path) -> tuple[dict[str, str], str | None]:
+def _kinds_of_texts(mappings: Any, ways: Mapping[str, Any], path: Path) -> tuple[dict[str, str], str | None]:
     """Return the route of each kind of text, and the route of all others; None without a mapping."""
     found: dict[tuple[Any, Any], str] = {}
-    for key, route in said.items() if isinstance(said, dict) else [(said, None)]:
+    for key, route in mappings.items() if isinstance(mappings, dict) else [(mappings, None)]:
         try:
             task, modality = ast.literal_eval(key)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             task, modality = (), ()
         if not isinstance(task, str | None) or not isinstance(route, str) or route not in ways:
             expected = f"pairs such as \"('query', 'text')\", each with one of {', '.join(map(printable, ways))}"
-            raise wrong(where, f"route_mappings has {shown({str(key): route}, 80)}", expected)
+            raise wrong(path, f"route_mappings has {shown({str(key): route}, 80)}", expected)
         if modality in ("text", None):
             found.setdefault((task, modality), route)
     # As the library looks them up: what names both, what names the task, then what names any task, then routes.

@@ -56,15 +56,15 @@ class SparseVectors(Sequence[dict[int, float]]):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, place: int) -> dict[int, float]:  # type: ignore[override]
-        order = np.argsort(-self.weights[place], kind="stable")
-        return dict(zip(self.ids[place][order].tolist(), self.weights[place][order].tolist(), strict=True))
+    def __getitem__(self, index: int) -> dict[int, float]:  # type: ignore[override]
+        order = np.argsort(-self.weights[index], kind="stable")
+        return dict(zip(self.ids[index][order].tolist(), self.weights[index][order].tolist(), strict=True))
 
     def __repr__(self) -> str:
         mean = sum(map(len, self.ids)) / max(1, len(self))
         return f"SparseVectors({len(self)} texts, {mean:.1f} of {self.size} words each)"
 
-    def words(self, place: int) -> dict[str, float]:
+    def words(self, index: int) -> dict[str, float]:
         """Return a text's words with their weights, largest first.
 
         Raises:
@@ -72,7 +72,7 @@ class SparseVectors(Sequence[dict[int, float]]):
         """
         if self._words is None:
             raise PredictError("words: these vectors know ids alone; they were made without a tokenizer")
-        return {self._words[token]: weight for token, weight in self[place].items()}
+        return {self._words[token]: weight for token, weight in self[index].items()}
 
     def _flat(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return text, word and weight of each entry."""

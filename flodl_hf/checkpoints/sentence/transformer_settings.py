@@ -69,33 +69,33 @@ class TransformerSettings:
     stated: Mapping[str, Any] = field(default_factory=dict)
 
 
-def transformer_settings(stated: Mapping[str, Any], where: Path, *, several: bool, late: bool) -> TransformerSettings:
+def transformer_settings(stated: Mapping[str, Any], file: Path, *, several: bool, late: bool) -> TransformerSettings:
     """Return the checked settings of a transformer.
 
     Args:
         stated: the file's contents; empty if there is no file.
-        where: the file.
+        file: the file.
         several: routes have separate transformers, for which overrides are not supported.
         late: the folder gives a vector for each token, with lengths of queries and documents.
 
     Raises:
         ConfigError: a value is wrong, or changes numbers and is not supported.
     """
-    warn_of_unknown(where, stated, _KEYS)
+    warn_of_unknown(file, stated, _KEYS)
     length, lower = stated.get("max_seq_length"), stated.get("do_lower_case")
     if length is not None and (type(length) is not int or length < LEAST_TOKENS):
-        raise wrong(where, f"max_seq_length is {shown(length, 60)}", f"an integer from {LEAST_TOKENS}, or null")
+        raise wrong(file, f"max_seq_length is {shown(length, 60)}", f"an integer from {LEAST_TOKENS}, or null")
     if lower is not None and not isinstance(lower, bool):
-        raise wrong(where, f"do_lower_case is {shown(lower, 60)}", "true or false")
+        raise wrong(file, f"do_lower_case is {shown(lower, 60)}", "true or false")
     for key in ("tokenizer_name_or_path", *(() if late else ("query_length", "document_length", "query_expansion"))):
         if stated.get(key) is not None:
-            raise refuse_setting(where, key, stated[key], "null")
+            raise refuse_setting(file, key, stated[key], "null")
     task = stated.get("transformer_task", _TASKS[0])
     if task not in _TASKS:
-        raise refuse_setting(where, "transformer_task", task, f"one of {', '.join(_TASKS)}")
-    pooler, layer = _output(stated, task, where)
+        raise refuse_setting(file, "transformer_task", task, f"one of {', '.join(_TASKS)}")
+    pooler, layer = _output(stated, task, file)
     config, tokenizer, model = (
-        _overrides(stated, where, *names)
+        _overrides(stated, file, *names)
         for names in (("config_kwargs", "config_args"), ("processor_kwargs", "tokenizer_args"),
                       ("model_kwargs", "model_args"))
     )  # fmt: skip
@@ -104,61 +104,61 @@ def transformer_settings(stated: Mapping[str, Any], where: Path, *, several: boo
         tokenizer.pop(key, None)
     if several and (config or tokenizer or model):
         found = "config_kwargs" if config else "processor_kwargs" if tokenizer else "model_kwargs"
-        raise refuse_setting(where, found, stated.get(found), "none, if routes have separate transformers")
-    _only(model, _MODEL, where, "model_kwargs")
+        raise refuse_setting(file, found, stated.get(found), "none, if routes have separate transformers")
+    _only(model, _MODEL, file, "model_kwargs")
     asked = tokenizer.get("model_max_length")
-    length = _text_length(stated.get("processing_kwargs"), where) or (length if asked is None else None)
+    length = _text_length(stated.get("processing_kwargs"), file) or (length if asked is None else None)
     dtype = model.get("dtype", model.get("torch_dtype"))
     return TransformerSettings(task, length, lower is True, pooler, layer, config, tokenizer, dtype, stated)
 
 
-def _overrides(stated: Mapping[str, Any], where: Path, name: str, old: str) -> dict[str, Any]:
+def _overrides(stated: Mapping[str, Any], file: Path, name: str, old: str) -> dict[str, Any]:
     found = stated.get(old, stated.get(name)) or {}
     if not isinstance(found, dict):
-        raise wrong(where, f"{name} is {shown(found, 60)}", "an object with settings")
+        raise wrong(file, f"{name} is {shown(found, 60)}", "an object with settings")
     return dict(found)
 
 
-def _only(found: Mapping[str, Any], table: Mapping[str, tuple[Any, ...] | None], where: Path, inside: str) -> None:
+def _only(settings: Mapping[str, Any], table: Mapping[str, tuple[Any, ...] | None], file: Path, inside: str) -> None:
     """Raise on a setting that is not in the table, or that has a value which changes numbers."""
-    for key, value in found.items():
+    for key, value in settings.items():
         harmless = table.get(key, ())
         if harmless is not None and not any(type(value) is type(one) and value == one for one in harmless):
             expected = " or ".join(map(repr, harmless)) or "no such setting"
-            raise refuse_setting(where, f"{inside}.{key}", value, expected)
+            raise refuse_setting(file, f"{inside}.{key}", value, expected)
 
 
-def _text_length(found: Any, where: Path) -> int | None:
+def _text_length(settings: Any, file: Path) -> int | None:
     """Return the most tokens of a text by ``processing_kwargs``; None if it states none.
 
     Raises:
         ConfigError: a setting of the tokenizer's call changes numbers and is not supported.
     """
-    if found is None:
+    if settings is None:
         return None
-    if not isinstance(found, dict) or not all(isinstance(part, dict) for part in found.values()):
-        raise wrong(where, f"processing_kwargs is {shown(found, 60)}", "settings by modality")
-    warn_of_unknown(where, found, ("common", "text", "audio", "image", "video", "chat_template"))
+    if not isinstance(settings, dict) or not all(isinstance(part, dict) for part in settings.values()):
+        raise wrong(file, f"processing_kwargs is {shown(settings, 60)}", "settings by modality")
+    warn_of_unknown(file, settings, ("common", "text", "audio", "image", "video", "chat_template"))
     for part in ("text", "common"):
-        _only(found.get(part, {}), _TEXT, where, f"processing_kwargs.{part}")
+        _only(settings.get(part, {}), _TEXT, file, f"processing_kwargs.{part}")
     # The settings for all modalities are applied after the settings for texts.
-    length = {**found.get("text", {}), **found.get("common", {})}.get("max_length")
+    length = {**settings.get("text", {}), **settings.get("common", {})}.get("max_length")
     if length is not None and (type(length) is not int or length < LEAST_TOKENS):
-        raise refuse_setting(where, "processing_kwargs.text.max_length", length, f"an integer from {LEAST_TOKENS}")
+        raise refuse_setting(file, "processing_kwargs.text.max_length", length, f"an integer from {LEAST_TOKENS}")
     return length
 
 
-def _output(stated: Mapping[str, Any], task: str, where: Path) -> tuple[bool, int | None]:
+def _output(stated: Mapping[str, Any], task: str, file: Path) -> tuple[bool, int | None]:
     """Return whether the pooler's output is read, and else which hidden state; None for the last state."""
     modalities = stated.get("modality_config")
     usual = "last_hidden_state" if task == _TASKS[0] else "logits"
     text = {"method": "forward", "method_output_name": usual}
     if modalities is not None:
         if not isinstance(modalities, dict) or "message" in modalities or not isinstance(modalities.get("text"), dict):
-            raise refuse_setting(where, "modality_config", modalities, "an entry for text, and none for message")
+            raise refuse_setting(file, "modality_config", modalities, "an entry for text, and none for message")
         text = modalities["text"]
     if text.get("method") != "forward":
-        raise refuse_setting(where, "modality_config.text.method", text.get("method"), "forward")
+        raise refuse_setting(file, "modality_config.text.method", text.get("method"), "forward")
     output: Any = text.get("method_output_name")
     path: list[Any] = output if isinstance(output, list) else [output]
     name = stated.get("module_output_name")
@@ -167,15 +167,15 @@ def _output(stated: Mapping[str, Any], task: str, where: Path) -> tuple[bool, in
     hidden = states and len(path) == 2 and path[0] == "hidden_states" and type(path[1]) is int
     if not pooler and not hidden and path != [usual] and not (states and path == [0]):
         expected = f"{usual}, pooler_output, or hidden_states and a number" if states else usual
-        raise refuse_setting(where, "modality_config.text.method_output_name", output, expected)
+        raise refuse_setting(file, "modality_config.text.method_output_name", output, expected)
     names = {_TASKS[0]: "sentence_embedding" if pooler else "token_embeddings", _TASKS[1]: "scores"}
     expected = names.get(task, "token_embeddings")
     if name not in (None, expected):
-        raise refuse_setting(where, "module_output_name", name, expected)
+        raise refuse_setting(file, "module_output_name", name, expected)
     return pooler, path[1] if hidden else None
 
 
-def layer_number(layer: int, layers: int, where: str) -> int:
+def layer_number(layer: int, layers: int, folder: str) -> int:
     """Return the place of a hidden state from the first, of which there is one more than there are layers.
 
     Raises:
@@ -183,8 +183,8 @@ def layer_number(layer: int, layers: int, where: str) -> int:
     """
     if not -layers - 1 <= layer <= layers:
         raise ConfigError(
-            f"{where}: found hidden state {layer}, expected a number from {-layers - 1} to {layers}. Correct it.",
-            where=where,
+            f"{folder}: found hidden state {layer}, expected a number from {-layers - 1} to {layers}. Correct it.",
+            where=folder,
             problems=["modality_config"],
         )
     return layer % (layers + 1)

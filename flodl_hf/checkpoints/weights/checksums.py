@@ -143,29 +143,29 @@ def compare_folder(folder: str | os.PathLike[str]) -> Comparison:
     return _compare(Path(folder), lambda name: True)[0]
 
 
-def compare_files(place: Path, listed: Mapping[str, tuple[int, str]], by: str) -> Comparison:
+def compare_files(folder: Path, listed: Mapping[str, tuple[int, str]], by: str) -> Comparison:
     """Compare the files of a folder with lengths and SHA-256 from another source."""
     said = {name: _Listed(size, digest) for name, (size, digest) in listed.items()}
-    return Comparison(str(place), by, None, _states(place, said, False, {}))
+    return Comparison(str(folder), by, None, _states(folder, said, False, {}))
 
 
-def has_truth(place: Path) -> bool:
+def has_truth(folder: Path) -> bool:
     """Return whether expected checksums of a folder exist."""
-    return is_entry(place, CHECKSUMS) or is_entry(place, RECEIPT) or bool(_blobs(place))
+    return is_entry(folder, CHECKSUMS) or is_entry(folder, RECEIPT) or bool(_blobs(folder))
 
 
-def _compare(place: Path, read: Callable[[str], bool]) -> tuple[Comparison, dict[str, os.stat_result]]:
-    by, fingerprint, listed, is_part = _truth(place)
+def _compare(folder: Path, read: Callable[[str], bool]) -> tuple[Comparison, dict[str, os.stat_result]]:
+    by, fingerprint, listed, is_part = _truth(folder)
     seen: dict[str, os.stat_result] = {}
-    states = _states(place, {name: said for name, said in listed.items() if read(name)}, is_part, seen)
-    for name in _names(place):
+    states = _states(folder, {name: said for name, said in listed.items() if read(name)}, is_part, seen)
+    for name in _names(folder):
         if name not in listed and read(name) and reads_file(name):
             states.append(FileState(name, "not listed", "a file that a load would read"))
-    return Comparison(str(place), by, fingerprint, states), seen
+    return Comparison(str(folder), by, fingerprint, states), seen
 
 
 def _states(
-    place: Path, listed: Mapping[str, _Listed], is_part: bool, seen: dict[str, os.stat_result]
+    folder: Path, listed: Mapping[str, _Listed], is_part: bool, seen: dict[str, os.stat_result]
 ) -> list[FileState]:
     """Return the state of each listed file, and record the file identity in ``seen``.
 
@@ -175,12 +175,12 @@ def _states(
 
     def state(name: str) -> FileState:
         expected, reads = listed[name], reads_file(name)
-        if not is_entry(place, name):
+        if not is_entry(folder, name):
             # Weights come in one kind only.
             unfetched = is_part and (not reads or bool(matching([name], WEIGHT_PATTERNS)))
             return FileState(name, "ok" if unfetched else "missing", "nothing", str(expected), reads)
         try:
-            size, found = _digest(place, name, new_digest(place / name, git=expected.is_git), seen)
+            size, found = _digest(folder, name, new_digest(folder / name, git=expected.is_git), seen)
         except CheckpointError as error:
             return FileState(name, "unreadable", error.message, str(expected), reads)
         same = found == expected.digest and expected.size in (None, size)
@@ -199,28 +199,28 @@ def reads_file(name: str) -> bool:
     return bool(matching([name], (*MODEL_FILES, *WEIGHT_PATTERNS)) or matching([inside], WEIGHT_PATTERNS))
 
 
-def _truth(place: Path) -> tuple[str, str | None, dict[str, _Listed], bool]:
+def _truth(folder: Path) -> tuple[str, str | None, dict[str, _Listed], bool]:
     """Return the source of the expected values, its fingerprint, the values, and whether files may be absent."""
-    blobs = _blobs(place)
-    if is_entry(place, CHECKSUMS):
-        fingerprint, listed = _read(place)
+    blobs = _blobs(folder)
+    if is_entry(folder, CHECKSUMS):
+        fingerprint, listed = _read(folder)
         return CHECKSUMS, fingerprint, {**blobs, **listed}, bool(blobs)
     if blobs:
         return "the Hub's cache", None, blobs, False
-    if is_entry(place, RECEIPT):
-        return RECEIPT, None, _of_receipt(place), False
+    if is_entry(folder, RECEIPT):
+        return RECEIPT, None, _of_receipt(folder), False
     raise CheckpointError(
-        f"{place}: no expected checksums; expected {CHECKSUMS}, as in exports, or a "
-        f"snapshot of the Hub's cache. If you trust the files as they are, `flodl-hf verify {place} --write` "
+        f"{folder}: no expected checksums; expected {CHECKSUMS}, as in exports, or a "
+        f"snapshot of the Hub's cache. If you trust the files as they are, `flodl-hf verify {folder} --write` "
         "writes it; or load without verified",
-        path=str(place),
+        path=str(folder),
         problems=[f"no {CHECKSUMS}"],
         file=CHECKSUMS,
     )
 
 
-def _read(place: Path) -> tuple[str, dict[str, _Listed]]:
-    data = read_member(place, CHECKSUMS, _LIMIT)
+def _read(folder: Path) -> tuple[str, dict[str, _Listed]]:
+    data = read_member(folder, CHECKSUMS, _LIMIT)
     try:
         value = unseal(data)
         if value["format"] != FORMAT:
@@ -231,37 +231,37 @@ def _read(place: Path) -> tuple[str, dict[str, _Listed]]:
             listed[name] = _Listed(int(entry["bytes"]), _sha(entry["sha256"]))
         return json.loads(data)[SEAL], listed
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(place, CHECKSUMS, error) from None
+        raise _damaged(folder, CHECKSUMS, error) from None
 
 
-def _of_receipt(place: Path) -> dict[str, _Listed]:
+def _of_receipt(folder: Path) -> dict[str, _Listed]:
     try:
-        named: Mapping[str, str] = json.loads(read_member(place, RECEIPT, _LIMIT))["facts"]["sha256"]
+        named: Mapping[str, str] = json.loads(read_member(folder, RECEIPT, _LIMIT))["facts"]["sha256"]
         for name in named:
             _check_name(name)
         return {name: _Listed(None, _sha(digest)) for name, digest in named.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(place, RECEIPT, error) from None
+        raise _damaged(folder, RECEIPT, error) from None
 
 
-def _damaged(place: Path, name: str, error: Exception) -> CheckpointError:
+def _damaged(folder: Path, name: str, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{place / name}: cannot be used ({printable(str(error), 200)}); expected names, lengths and SHA-256 as an "
+        f"{folder / name}: cannot be used ({printable(str(error), 200)}); expected names, lengths and SHA-256 as an "
         "export writes them. Fetch or export the folder again",
-        path=str(place / name),
+        path=str(folder / name),
         problems=[str(error)],
         file=name,
     )
 
 
-def _blobs(place: Path) -> dict[str, _Listed]:
+def _blobs(folder: Path) -> dict[str, _Listed]:
     """Return the digests in the names of blobs, if a folder is a snapshot of the Hub's cache."""
-    snapshots = next((above for above in place.absolute().parents if above.name == "snapshots"), None)
+    snapshots = next((above for above in folder.absolute().parents if above.name == "snapshots"), None)
     if snapshots is None or not (snapshots.parent / "blobs").is_dir():
         return {}
     found = {}
-    for name in _names(place):
-        path = place / name
+    for name in _names(folder):
+        path = folder / name
         blob = path.resolve().name if path.is_symlink() else ""
         if _HEX.fullmatch(blob):
             found[name] = _Listed(None, blob)
@@ -281,22 +281,22 @@ def digest_of(path: Path, *, git: bool = False) -> str:
         return hashlib.file_digest(file, lambda: new_digest(path, git=git)).hexdigest()
 
 
-def _digest(place: Path, name: str, digest: Any, seen: dict[str, os.stat_result] | None = None) -> tuple[int, str]:
+def _digest(folder: Path, name: str, digest: Any, seen: dict[str, os.stat_result] | None = None) -> tuple[int, str]:
     """Return length and digest of a file, opened with the checks for all files of a folder.
 
     Raises:
         CheckpointError: the file cannot be opened or read, or is outside the folder.
     """
     inner, _, leaf = name.rpartition("/")
-    below = inside(place, inner)
+    below = inside(folder, inner)
     try:
-        with Folder(below) as folder, os.fdopen(folder.open(leaf), "rb", buffering=0) as file:
+        with Folder(below) as opened, os.fdopen(opened.open(leaf), "rb", buffering=0) as file:
             if seen is not None:
                 seen[name] = os.fstat(file.fileno())
             found = hashlib.file_digest(file, lambda: digest).hexdigest()
             return file.tell(), found
     except OSError as error:
-        where = str(place / name)
+        where = str(folder / name)
         raise CheckpointError(
             f"{where}: cannot be read ({error.strerror}); expected a file; check the disk",
             path=where,
@@ -304,12 +304,12 @@ def _digest(place: Path, name: str, digest: Any, seen: dict[str, os.stat_result]
         ) from error
 
 
-def _names(place: Path) -> list[str]:
+def _names(folder: Path) -> list[str]:
     """Return the files of a folder and of the folders in it, hidden ones left out."""
     found = []
-    for root, folders, files in os.walk(place):
+    for root, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        base = Path(root).relative_to(place)
+        base = Path(root).relative_to(folder)
         found += [(base / name).as_posix() for name in files if not name.startswith(".")]
     return sorted(found)
 
@@ -333,8 +333,8 @@ def _sha(value: object) -> str:
 class Held:
     """The compared files of a folder: `check` reports whether they are still unchanged."""
 
-    def __init__(self, place: Path, seen: Mapping[str, os.stat_result]) -> None:
-        self._place, self._seen = place, dict(seen)
+    def __init__(self, folder: Path, seen: Mapping[str, os.stat_result]) -> None:
+        self._place, self._seen = folder, dict(seen)
 
     def check(self) -> None:
         """Refuse a folder in which something was written after it was compared.

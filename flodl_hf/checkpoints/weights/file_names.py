@@ -95,31 +95,31 @@ def vocabularies_below(folder: Path) -> list[str]:
         return []
 
 
-def weights_named(found: Any, where: str) -> str | None:
+def weights_named(value: Any, path: str) -> str | None:
     """Return the weight file that a configuration names, relative to its folder; None if it names none.
 
     Args:
-        found: the value of `WEIGHTS_KEY`.
-        where: the configuration, for messages.
+        value: the value of `WEIGHTS_KEY`.
+        path: the configuration, for messages.
 
     Raises:
         ConfigError: it is not the name of a safetensors file or index in the folder or below it.
     """
-    if found in (None, ""):
+    if value in (None, ""):
         return None
-    parts = found.split("/") if isinstance(found, str) else []
+    parts = value.split("/") if isinstance(value, str) else []
     if not parts or any(part in ("", ".", "..") or set(part) & set('\\:*?"<>|') for part in parts):
         why = "expected the name of a file in the folder"
-    elif not found.endswith((".safetensors", ".safetensors.index.json")):
+    elif not value.endswith((".safetensors", ".safetensors.index.json")):
         why = "expected the name of a .safetensors file, or of a .safetensors.index.json"
-    elif len(parts) > 1 and not found.endswith(".safetensors"):
+    elif len(parts) > 1 and not value.endswith(".safetensors"):
         why = "expected an index in the folder of config.json, where its shards are searched"
     else:
-        return found
-    what = shown(found, 80) if not isinstance(found, str) else printable(found, 80)
+        return value
+    what = shown(value, 80) if not isinstance(value, str) else printable(value, 80)
     raise ConfigError(
-        f"{where}: {WEIGHTS_KEY}: found {what}; {why}. Name the weight file, relative to the folder of "
+        f"{path}: {WEIGHTS_KEY}: found {what}; {why}. Name the weight file, relative to the folder of "
         "config.json, or remove the key if the file has its usual name",
-        where=where,
+        where=path,
         problems=[WEIGHTS_KEY],
     )

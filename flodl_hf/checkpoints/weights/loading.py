@@ -198,7 +198,7 @@ def plan_load(
     head: str,
     source_head: str | None,
     tie_words: bool,
-    where: str,
+    source: str,
     renew: Iterable[str] = (),
     config: Any = None,
     custom: str | None = None,
@@ -214,7 +214,7 @@ def plan_load(
         head: the task the model is for.
         source_head: the task the file was written for; None when unknown.
         tie_words: whether the configuration ties words.
-        where: the source, for messages.
+        source: the source, for messages.
         renew: prefixes of our tensors that start fresh if the stored shape does not fit.
         config: the family's settings.
         custom: the class the file was written for, if it is not one of ours: its tensors outside the encoder
@@ -227,7 +227,7 @@ def plan_load(
     """
     names = _Names(family, config, key_map, targets, head)
     stored = _with_parts(stored, names)
-    matching = _Matching(names, targets, LoadReport(where, head, source_head), tuple(renew), custom, settled)
+    matching = _Matching(names, targets, LoadReport(source, head, source_head), tuple(renew), custom, settled)
     for name, tensor in stored.items():
         matching.take(name, tensor)
     ties, compare = _tied(family.heads[head].ties if head != "base" and tie_words else (), matching.placed)
@@ -238,7 +238,7 @@ def plan_load(
     if any(matching.problems.values()):
         files = sorted({getattr(tensor, "file", "") for tensor in stored.values()} - {""})
         headless = matching.is_headless(covered)
-        raise _misfit(where, files, head, source_head, matching.problems, headless=headless)
+        raise _misfit(source, files, head, source_head, matching.problems, headless=headless)
 
     report, placed = matching.report, matching.placed
     report.new = tuple(ours for ours in targets if ours in matching.fresh)
@@ -440,7 +440,7 @@ def _with_parts(stored: Mapping[str, Stored], names: _Names) -> dict[str, Stored
 
 
 def _misfit(
-    where: str,
+    source: str,
     files: list[str],
     head: str,
     source_head: str | None,
@@ -463,10 +463,10 @@ def _misfit(
     of = f" of {', '.join(map(printable, files[:3]))}" if files else ""
     of += f" and {len(files) - 3} more" if len(files) > 3 else ""
     return CheckpointError(
-        f"{where}: the tensors{of} do not fit a {head} model{written}; expected those in config.json.\n"
+        f"{source}: the tensors{of} do not fit a {head} model{written}; expected those in config.json.\n"
         + "\n".join(groups)
         + f"\nNothing was loaded. {advice}",
-        where=where,
+        where=source,
         problems=[line for lines in problems.values() for line in lines],
         groups=problems,
         headless=headless,

@@ -54,7 +54,7 @@ def extents_of(header: Any) -> list[Extent]:
 
 def fill(
     descriptor: int,
-    where: str,
+    path: str,
     extents: Sequence[Extent],
     views: Sequence[memoryview],
     *,
@@ -65,7 +65,7 @@ def fill(
 
     Args:
         descriptor: the open file.
-        where: its path, for messages.
+        path: its path, for messages.
         extents: in file order.
         views: memory of the same sizes.
         threads: most threads at work.
@@ -78,10 +78,10 @@ def fill(
     threads = min(threads, len(tasks), usable_cpus())
     if threads <= 1:
         for task in tasks:
-            _scatter(descriptor, where, *task)
+            _scatter(descriptor, path, *task)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="flodl-read") as pool:
-        list(pool.map(partial(_scatter, descriptor, where), *zip(*tasks, strict=True)))
+        list(pool.map(partial(_scatter, descriptor, path), *zip(*tasks, strict=True)))
 
 
 def _tasks(extents: Sequence[Extent], views: Sequence[memoryview], most: int) -> Iterable[tuple[int, list[memoryview]]]:
@@ -106,13 +106,13 @@ def _tasks(extents: Sequence[Extent], views: Sequence[memoryview], most: int) ->
         yield start, run
 
 
-def _scatter(descriptor: int, where: str, start: int, targets: list[memoryview]) -> None:
+def _scatter(descriptor: int, path: str, start: int, targets: list[memoryview]) -> None:
     position = start
     pending = list(targets)
     while pending:
         count = read_vectors_at(descriptor, pending, position)
         if count <= 0:
-            raise cut(where, position, sum(map(len, pending)))
+            raise cut(path, position, sum(map(len, pending)))
         position += count
         while pending and count >= len(pending[0]):
             count -= len(pending.pop(0))
@@ -127,12 +127,12 @@ def usable_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def cut(where: str, position: int, missing: int) -> CheckpointError:
+def cut(path: str, position: int, missing: int) -> CheckpointError:
     """Return the error for a file that ends too early."""
     return CheckpointError(
-        f"{where}: ends at byte {position:,}, expected {missing:,} bytes more; "
+        f"{path}: ends at byte {position:,}, expected {missing:,} bytes more; "
         f"the file was cut after it was opened, fetch it again",
-        path=where,
+        path=path,
         problems=["truncated while reading"],
     )
 

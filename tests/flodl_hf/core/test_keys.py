@@ -137,7 +137,7 @@ def test_norms_by_their_older_names_are_found_in_every_head(model_type: str, hea
         stored[name] = StoredTensor(shapes[ours])
         older |= {name} - {theirs}
     plan = plan_load(
-        family, table, shapes, stored, head=head, source_head=head, tie_words=False, where="test", config=encoder
+        family, table, shapes, stored, head=head, source_head=head, tie_words=False, source="test", config=encoder
     )
     assert set(plan.placed) == set(shapes)
     assert set(plan.report.renamed) == older != set()

@@ -211,11 +211,11 @@ def _passed_over(single: str, other: str) -> str:
     return f"{single} is read, as by transformers; {other}, is ignored: delete the stale files"
 
 
-def _remedy(found: Sequence[str], wanted: Sequence[str]) -> str:
+def _remedy(present: Sequence[str], wanted: Sequence[str]) -> str:
     """Return what to do where a folder with these files has no weights under the names that are wanted."""
-    if SAFETENSORS not in wanted and {SAFETENSORS, SAFETENSORS_INDEX} & set(found):
+    if SAFETENSORS not in wanted and {SAFETENSORS, SAFETENSORS_INDEX} & set(present):
         return "its weights are safetensors already, so there is nothing to convert"
-    kept = [name for name in found if name.endswith(".safetensors") and not name.startswith("adapter_")]
+    kept = [name for name in present if name.endswith(".safetensors") and not name.startswith("adapter_")]
     shards = [name for name in kept if re.search(r"-\d+-of-\d+\.", name)]
     if shards:
         return f"{printable(shards[0])} is one of several shards: fetch the index too, which lists the tensors of each"

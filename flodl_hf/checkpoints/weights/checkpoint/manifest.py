@@ -122,13 +122,13 @@ class ShardIndex:
     files: tuple[str, ...]
 
 
-def parse_index(data: bytes, name: str, where: str) -> ShardIndex:
+def parse_index(data: bytes, name: str, path: str) -> ShardIndex:
     """Return the index in ``data``.
 
     Args:
         data: the contents of the file.
         name: its file name.
-        where: its path, for messages.
+        path: its path, for messages.
 
     Raises:
         UnsafeFileError: a shard name is anything else than the plain name of a sibling file.
@@ -137,8 +137,8 @@ def parse_index(data: bytes, name: str, where: str) -> ShardIndex:
 
     def refuse(problems: Sequence[str], kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
         return kind(
-            f"{where}: not a usable shard index:\n{capped(problems)}\nexpected {_EXAMPLE}; fetch the file again",
-            path=where,
+            f"{path}: not a usable shard index:\n{capped(problems)}\nexpected {_EXAMPLE}; fetch the file again",
+            path=path,
             problems=list(problems),
         )
 
@@ -183,7 +183,7 @@ def parse_index(data: bytes, name: str, where: str) -> ShardIndex:
     return ShardIndex(name, text, weight_map, metadata, tuple(files))
 
 
-def check_shards(index: ShardIndex, contents: Mapping[str, Sequence[str]], where: str) -> None:
+def check_shards(index: ShardIndex, contents: Mapping[str, Sequence[str]], path: str) -> None:
     """Compare the index with the tensor names in the headers of its shards.
 
     Raises:
@@ -208,10 +208,10 @@ def check_shards(index: ShardIndex, contents: Mapping[str, Sequence[str]], where
             problems.append(f"{printable(name)}: found in {found[0]}, not listed")
     if problems:
         raise CheckpointError(
-            f"{where}: index and shards disagree about {len(problems)} tensors:\n{capped(problems)}\n"
+            f"{path}: index and shards disagree about {len(problems)} tensors:\n{capped(problems)}\n"
             f"expected each tensor once, in the shard that the index names; "
             f"the files are from different versions, fetch the folder again",
-            path=where,
+            path=path,
             problems=problems,
         )
 
@@ -227,7 +227,7 @@ class Shard:
     Args:
         descriptor: the open file, which the shard closes.
         name: its name in the folder.
-        where: its path, for messages.
+        path: its path, for messages.
 
     Attributes:
         file: its name, size and header.
@@ -236,12 +236,12 @@ class Shard:
         ties: a name to the earlier name with the same bytes.
     """
 
-    def __init__(self, descriptor: int, name: str, where: str) -> None:
+    def __init__(self, descriptor: int, name: str, path: str) -> None:
         self.file = SourceFile(name, os.fstat(descriptor).st_size)
         self.metadata: Mapping[str, str] = {}
         self.entries: Mapping[str, tuple[str, tuple[int, ...]]] = {}
         self.ties: Mapping[str, str] = {}
-        self._where = where
+        self._where = path
         self._descriptor: int | None = descriptor
         self._extents: dict[str, Extent] = {}
 
@@ -288,12 +288,12 @@ class Shard:
         return (map_extents if mapped else read_extents)(self._open_descriptor(), self._where, extents)
 
 
-def read_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[Tensor]:
+def read_extents(descriptor: int, path: str, extents: Sequence[Extent]) -> list[Tensor]:
     """Return copies of the tensors at ``extents``, in that order, each in a separate allocation.
 
     Args:
         descriptor: the open file.
-        where: the path for messages.
+        path: the path for messages.
         extents: which bytes to read; reading is quickest when they are in file order.
 
     Raises:
@@ -312,11 +312,11 @@ def read_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list
             missing.append(at)
     if missing:
         views = [tensors[at].reshape(-1).view(torch.uint8).numpy().data for at in missing]
-        fill(descriptor, where, [extents[at] for at in missing], views)
+        fill(descriptor, path, [extents[at] for at in missing], views)
     return tensors
 
 
-def map_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[Tensor]:
+def map_extents(descriptor: int, path: str, extents: Sequence[Extent]) -> list[Tensor]:
     """Return tensors that map the file, in the order of ``extents``; writing to one copies its pages.
 
     Pages are read on first use and shared with every process that maps the file. In return
@@ -328,15 +328,15 @@ def map_extents(descriptor: int, where: str, extents: Sequence[Extent]) -> list[
     size = os.fstat(descriptor).st_size
     end = max((extent.start + extent.nbytes for extent in extents), default=0)
     if end > size:
-        raise cut(where, size, end - size)
+        raise cut(path, size, end - size)
     if end == 0:
-        return read_extents(descriptor, where, extents)
+        return read_extents(descriptor, path, extents)
     mapping = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
     tensors: list[Tensor] = []
     for extent in extents:
         dtype = DTYPES[extent.dtype]
         if extent.nbytes == 0 or extent.start % dtype.itemsize:
-            tensors += read_extents(descriptor, where, [extent])  # torch wants numbers at multiples of their size
+            tensors += read_extents(descriptor, path, [extent])  # torch wants numbers at multiples of their size
             continue
         # Each tensor keeps the mapping alive through its own storage, so saving or sharing one of them does
         # not drag its neighbours along.

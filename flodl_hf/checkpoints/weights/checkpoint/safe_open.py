@@ -85,8 +85,8 @@ def read_member(folder: Path, name: str, limit: int, fault: type[FlodlError] = C
         raise fault(error.message, path=where, where=where, problems=error.problems) from None
 
 
-def _refused(where: Path, found: str, expected: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
-    return kind(f"{where}: found {found}, expected {expected}", path=str(where), problems=[found])
+def _refused(path: Path, problem: str, expected: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
+    return kind(f"{path}: found {problem}, expected {expected}", path=str(path), problems=[problem])
 
 
 class Folder:

@@ -29,13 +29,13 @@ class Machine:
 
     Args:
         source: the program; its methods raise a ValueError beyond its end and beyond the limits of a program.
-        where: the file, for messages.
+        path: the file, for messages.
         storage: given the tuple by which the program refers to a storage, returns a record of it.
     """
 
-    def __init__(self, source: BinaryIO, where: str, storage: Callable[[Any], Any]) -> None:
+    def __init__(self, source: BinaryIO, path: str, storage: Callable[[Any], Any]) -> None:
         self._source = source
-        self._where = where
+        self._where = path
         self._storage = storage
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
@@ -70,13 +70,13 @@ class Machine:
                 problems=[found],
             ) from None
 
-    def _unsafe(self, found: str) -> NoReturn:
+    def _unsafe(self, problem: str) -> NoReturn:
         raise UnsafeFileError(
-            f"{self._where}: its pickle program contains {found}, which a table of tensors does not need; "
+            f"{self._where}: its pickle program contains {problem}, which a table of tensors does not need; "
             f"expected only the names {', '.join(sorted(NAMES))}; nothing was executed; "
             f"do not load this file with anything that runs pickles, get safetensors instead",
             path=self._where,
-            problems=[found],
+            problems=[problem],
         )
 
     def _push(self, value: Any) -> None:
@@ -234,12 +234,12 @@ def storage_record(reference: Any) -> StorageRecord:
     return StorageRecord(key, kind.dtype, numel)
 
 
-def state_table(value: Any, where: str, max_bytes: int) -> dict[str, TensorRecord]:
+def state_table(value: Any, path: str, max_bytes: int) -> dict[str, TensorRecord]:
     """Return the tensors in a program's result, by name.
 
     Args:
         value: the program's result.
-        where: the file, for messages.
+        path: the file, for messages.
         max_bytes: the most that all different tensors may take together, the size of the file.
 
     Raises:
@@ -247,9 +247,9 @@ def state_table(value: Any, where: str, max_bytes: int) -> dict[str, TensorRecor
     """
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{where}: contains a {type(value).__name__}, expected a table from names to tensors; "
+            f"{path}: contains a {type(value).__name__}, expected a table from names to tensors; "
             f"save the state_dict of the model",
-            path=where,
+            path=path,
             problems=["not a table"],
         )
     problems: list[str] = []
@@ -267,9 +267,9 @@ def state_table(value: Any, where: str, max_bytes: int) -> dict[str, TensorRecor
             problems.append(f"its tensors would take {total:,} bytes, the file has {max_bytes:,}")
     if problems:
         raise CheckpointError(
-            f"{where}: is not a table of tensors only:\n{capped(problems)}\n"
+            f"{path}: is not a table of tensors only:\n{capped(problems)}\n"
             f"expected a state_dict; save it with model.state_dict()",
-            path=where,
+            path=path,
             problems=problems,
         )
     return value

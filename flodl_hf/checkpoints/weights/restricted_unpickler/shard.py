@@ -45,8 +45,8 @@ _THREADS = 4
 class BinShard(Shard):
     """An open ``.bin`` file."""
 
-    def __init__(self, descriptor: int, name: str, where: str) -> None:
-        super().__init__(descriptor, name, where)
+    def __init__(self, descriptor: int, name: str, path: str) -> None:
+        super().__init__(descriptor, name, path)
         self._records: dict[str, TensorRecord] = {}
         self._storages: dict[str, Member] = {}
 
@@ -177,12 +177,12 @@ class BinShard(Shard):
         nbytes = record.span * DTYPES[dtype].itemsize
         return Extent(record.storage.key, dtype, (record.span,), self._start(record), nbytes)
 
-    def _fail(self, found: str) -> NoReturn:
+    def _fail(self, problem: str) -> NoReturn:
         raise CheckpointError(
-            f"{self._where}: not a usable torch file: {found}; expected a state_dict written by torch.save; "
+            f"{self._where}: not a usable torch file: {problem}; expected a state_dict written by torch.save; "
             f"fetch the file again",
             path=self._where,
-            problems=[found],
+            problems=[problem],
         )
 
 
@@ -253,13 +253,13 @@ def _stored_members(source: _Source, descriptor: int) -> dict[str, Member]:
     return members
 
 
-def check_sums(descriptor: int, members: Mapping[str, Member], where: str) -> None:
+def check_sums(descriptor: int, members: Mapping[str, Member], path: str) -> None:
     """Compare members with their checksums, several at a time.
 
     Args:
         descriptor: the open archive.
         members: by name.
-        where: the file, for messages.
+        path: the file, for messages.
 
     Raises:
         CheckpointError: bytes differ from their checksums; all affected members are named.
@@ -284,8 +284,8 @@ def check_sums(descriptor: int, members: Mapping[str, Member], where: str) -> No
     damaged = [printable(name) for name, bad in zip(known, results, strict=True) if bad]
     if damaged:
         raise CheckpointError(
-            f"{where}: {len(damaged)} members are damaged:\n{capped(damaged)}\nfound bytes that contradict their "
+            f"{path}: {len(damaged)} members are damaged:\n{capped(damaged)}\nfound bytes that contradict their "
             "checksums; the file is damaged, fetch it again",
-            path=where,
+            path=path,
             problems=[f"{name}: checksum differs" for name in damaged],
         )
