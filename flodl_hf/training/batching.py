@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -135,29 +135,12 @@ LONG_EPOCH = 256
 in short runs, single batches of one length have a larger effect (`docs/training-measured.md`)."""
 
 
-@dataclass(frozen=True)
-class Batching:
-    """Batches, collate function and layout of a run.
-
-    Attributes:
-        batches: which rows form each batch.
-        collate: makes a batch of some rows.
-        layout: the layout of rows in memory.
-        unrecorded: why steps on CUDA are not recorded; None where they are.
-        notes: notes for the user.
-    """
-
-    batches: Any
-    collate: CollateRows
-    layout: Literal["padded", "packed", "bucketed"]
-    unrecorded: str | None
-    notes: tuple[str, ...] = ()
-
-
 def batch_rows(
     task: Task, options: Options, rows: Any, *, own: Own, pad_id: int, masking: Any, max_tokens: int | None
-) -> Batching:
-    """Return the batches of a task.
+) -> tuple[Any, CollateRows, str | None, tuple[str, ...]]:
+    """Return the batches of a task, the function that makes one, and notes for the user.
+
+    The third value is why steps on CUDA are not recorded; None where they are.
 
     Args:
         task: the task of the run.
@@ -188,7 +171,7 @@ def batch_rows(
     notes = () if vectors is None else batches.notes()
     if unrecorded and on_cuda:
         notes += (f"steps are launched one operation at a time, with the same numbers, because {unrecorded}",)
-    return Batching(batches, collate, layout, unrecorded, notes)
+    return batches, collate, unrecorded, notes
 
 
 def _layout(options: Options) -> Literal["padded", "packed", "bucketed"]:

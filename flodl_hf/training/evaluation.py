@@ -286,7 +286,7 @@ class Evaluation:
         with torch.no_grad():
             for turn, (number, indices) in enumerate([*batches, *[self.units()[0][0]] * more]):
                 where = Where(self.seed, 0, number, tuple(indices.tolist()))
-                given = Batch(self.collate([rows.get(int(i)) for i in indices], where), len(indices))
+                given = Batch(self.collate(rows.__getitems__(indices), where), len(indices))
                 batch = given.to(device)
                 with precision.context():
                     scores = self.objective.score(model, batch)

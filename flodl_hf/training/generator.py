@@ -71,9 +71,7 @@ class CollateMasked(CollateShares):
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
         batch = super().__call__(rows, where)
-        lengths = np.asarray(
-            rows.lengths if isinstance(rows, TakenRows) else [len(row["input_ids"]) for row in rows], np.int64
-        )
+        lengths = TakenRows.of(rows).lengths
         labels = batch["labels"].numpy().reshape(-1)
         flat = np.flatnonzero(labels != IGNORE)
         if "attention_mask" in batch:

@@ -184,7 +184,10 @@ def plan_job(
     own, problems = own or Own(), problems or Problems(where)
     notes: list[str] = []
     timing = Timing()
-    tables = task = opened = factory = None
+    tables: Any = None
+    task: Any = None
+    opened: Any = None
+    factory: Any = None
     known, before = Known(), options
     if train is None or not isinstance(model, (str, os.PathLike, GraphModel)):
         problems.check()
@@ -199,8 +202,6 @@ def plan_job(
     problems.add(_plan_faults(task, tables, before, own))
     if task is None or tables is None:
         problems.check()
-    assert task is not None
-    assert tables is not None
     if tell is not None and not problems.found:
         tell(task_line(task, tables.train, before.task))
     is_named = isinstance(model, (str, os.PathLike))
@@ -221,8 +222,6 @@ def plan_job(
     if problems.found and opened is model and options.adapter is not None and opened is not None:
         opened.remove_adapter()
     problems.check()
-    assert opened is not None
-    assert factory is not None
     timing.mark("load")
     tokenizer: Any = opened.tokenizer
     limits = row_limits(task, opened, tokenizer, options)
@@ -232,16 +231,16 @@ def plan_job(
     if tell is not None and chosen is not None:
         tell(chosen)
     masking, pad_id = task.masking(tokenizer, options), tokenizer.pad_token_id or 0
-    laid_out = batch_rows(
+    batches, collate, unrecorded, further = batch_rows(
         task, options, rows, own=own, pad_id=pad_id, masking=masking, max_tokens=opened.max_tokens
     )  # fmt: skip
-    notes += laid_out.notes
+    notes += further
     objective = task.objective(options, _weights(options, task, rows), own.loss)
-    collate = task.collate(laid_out.collate, rows, laid_out.batches, options.accumulate)
+    collate = task.collate(collate, rows, batches, options.accumulate)
     parts = prepare_held_out(task, tables.evals, tokenizer, limits)
     timing.mark("tokenise")
     prepared |= {f"eval {name}".strip(): part for name, part in parts.items()}
-    layout = "packed" if laid_out.layout == "bucketed" else laid_out.layout
+    layout = "packed" if collate.layout == "bucketed" else collate.layout
     judging = replace(collate, layout=layout, noise=False, widths=())
     # Contents of the report about the first set.
     kept = task.kind != "words" and (options.report or options.tune_thresholds)
@@ -260,9 +259,9 @@ def plan_job(
     notes += note_long_texts(prepared, limits, task, options)
     filled = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
     job = Job(
-        filled, task, tables, opened, factory, rows, laid_out.batches, collate, objective, evaluation,
-        count_steps(options, laid_out.batches), str(getattr(opened.source, "name", None) or "a model in memory"), own,
-        isinstance(model, (str, os.PathLike)), notes, laid_out.unrecorded,
+        filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
+        count_steps(options, batches), str(getattr(opened.source, "name", None) or "a model in memory"), own,
+        isinstance(model, (str, os.PathLike)), notes, unrecorded,
         timing,
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now

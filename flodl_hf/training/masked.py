@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -157,8 +158,7 @@ class CollateShares(CollateRows):
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
         batch = super().__call__(rows, where)
-        lengths = rows.lengths if isinstance(rows, TakenRows) else [len(row["input_ids"]) for row in rows]
-        items = len(rows) if self.counts.by_rows else int(np.sum(lengths))
+        items = len(rows) if self.counts.by_rows else int(TakenRows.of(rows).lengths.sum())
         whole, whole_masked = self.counts(where)
         share = (int((batch["labels"] != IGNORE).sum()) * whole) / (items * max(whole_masked, 1))
         return {**batch, "words_share": torch.tensor([share], dtype=torch.float64)}
@@ -237,20 +237,12 @@ def _full_rows(texts: Sequence[str], tokenizer: Tokenizer, limits: LengthLimits)
             problems=["concatenate"],
         )
     size = limits.max_tokens - len(lead) - len(trail)
-
-    def filled(part: list[tuple[int, int]]) -> _Filled:
-        ids = [*lead, *(token for token, _ in part), *trail]
-        words = [*([SPECIAL] * len(lead)), *(word for _, word in part), *([SPECIAL] * len(trail))]
-        return _Filled(ids, [0] * len(ids), words)
-
-    waiting: list[tuple[int, int]] = []
-    for line in _lines_end_to_end(texts, tokenizer):
-        waiting += line
-        while len(waiting) >= size:
-            yield filled(waiting[:size])
-            del waiting[:size]
-    if any(word != SPECIAL for _, word in waiting):
-        yield filled(waiting)
+    tokens = chain.from_iterable(_lines_end_to_end(texts, tokenizer))
+    while part := list(islice(tokens, size)):
+        if len(part) == size or any(word != SPECIAL for _, word in part):
+            ids = [*lead, *(token for token, _ in part), *trail]
+            words = [*([SPECIAL] * len(lead)), *(word for _, word in part), *([SPECIAL] * len(trail))]
+            yield _Filled(ids, [0] * len(ids), words)
 
 
 def _lines_end_to_end(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[tuple[int, int]]]:

@@ -250,10 +250,7 @@ class EncodedRows:
 
     def get(self, index: int) -> dict[str, Any]:
         """Return row ``index``; per-token parts are int64 ``(tokens,)``."""
-        end = self.ends[index]
-        part = slice(end - self.lengths[index], end)
-        row: dict[str, Any] = {name: column[part].astype(np.int64) for name, column in self.columns.items()}
-        return row | {name: column[index] for name, column in self.values.items()}
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> TakenRows:
         """Return several rows."""
@@ -284,6 +281,8 @@ class TakenRows(Sequence[Mapping[str, Any]]):
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> TakenRows:
         """Return rows from dicts; labels are per token if there are as many integers as tokens."""
+        if isinstance(rows, TakenRows):
+            return rows
         lengths = np.asarray([len(row["input_ids"]) for row in rows], np.int64)
         per_token = ["input_ids", *(n for n in rows[0] if n in _PER_TOKEN[1:] and _is_per_token(n, rows, lengths))]
         columns = {n: np.concatenate([np.asarray(row[n]) for row in rows]).astype(np.int64) for n in per_token}
@@ -426,7 +425,7 @@ class CollateRows:
         """Return the parts of one batch; packed batches also have ``row_lengths``, a list."""
         if self.masking is not None:
             rows = [self.masking(row, where, index) for row, index in zip(rows, where.indices, strict=True)]
-        taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)
+        taken = TakenRows.of(rows)
         if self.noise:
             seeds = {SEEDS: row_seeds(where, where.indices)}
             taken = TakenRows(taken.columns, taken.lengths, {**taken.values, **seeds})

@@ -208,7 +208,7 @@ class CollateLate(CollateTexts):
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
-        taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)
+        taken = TakenRows.of(rows)
         parts = np.asarray(taken.values[PARTS])
         lengths = parts.reshape(-1)
         asked = np.arange(len(lengths)) % parts.shape[1] == 0

@@ -132,17 +132,13 @@ class TextRows:
 
     def get(self, index: int) -> dict[str, Any]:
         """Return one row."""
-        at = self._table(index)
-        return {**self.tables[at].get(index - int(self.starts[at])), TABLE: np.int64(at)}
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> TakenRows:
         """Return several rows of one table."""
-        at = self._table(int(indices[0]))
+        at = int(np.searchsorted(self.starts, int(indices[0]), side="right")) - 1
         taken = self.tables[at].__getitems__(np.asarray(indices) - self.starts[at])
         return TakenRows(taken.columns, taken.lengths, {**taken.values, TABLE: np.full(len(taken), at)})
-
-    def _table(self, index: int) -> int:
-        return int(np.searchsorted(self.starts, index, side="right")) - 1
 
 
 def rows_of_texts(
@@ -182,7 +178,7 @@ class CollateTexts(CollateRows):
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
-        taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)
+        taken = TakenRows.of(rows)
         parts = np.asarray(taken.values[PARTS])
         lengths = parts[parts > 0]
         batch = super().__call__(TakenRows(taken.columns, lengths, {}), where)

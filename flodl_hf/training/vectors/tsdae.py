@@ -309,7 +309,7 @@ class CollateDamaged(CollateTexts):
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
-        taken = rows if isinstance(rows, TakenRows) else TakenRows.of(rows)
+        taken = TakenRows.of(rows)
         if WORDS not in taken.columns:
             return super().__call__(taken, where)
         columns = dict(taken.columns)
