@@ -12,16 +12,14 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flodl_hf.checkpoints.hub.card import front_matter, hub_name
 from flodl_hf.families.schema.tasks import task_named
-
-if TYPE_CHECKING:
-    from flodl_hf.training.evaluation import EvalPredictions
-    from flodl_hf.training.job import Job
-    from flodl_hf.training.report.figures import Tuned
-    from flodl_hf.training.result import FinetuneResult
+from flodl_hf.training.evaluation import EvalPredictions
+from flodl_hf.training.job import Job
+from flodl_hf.training.report.figures import Tuned
+from flodl_hf.training.result import FinetuneResult
 
 SHOWN = (
     *("epochs", "max_steps", "batch_size", "accumulate", "tokens_per_batch", "layout", "max_length", "optimizer"),

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count as count_from
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +30,6 @@ from flodl_hf.training.observation import Rules, Watch
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.step import LossFunction, rows_of_scores
 from flodl_hf.training.task import Prepared, Scorer, Task
-
-if TYPE_CHECKING:
-    from flodl_hf.training.task import Task
 
 
 @dataclass

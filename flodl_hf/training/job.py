@@ -184,10 +184,7 @@ def plan_job(
     own, problems = own or Own(), problems or Problems(where)
     notes: list[str] = []
     timing = Timing()
-    tables: Any = None
-    task: Any = None
-    opened: Any = None
-    factory: Any = None
+    tables = task = opened = factory = None
     known, before = Known(), options
     if train is None or not isinstance(model, (str, os.PathLike, GraphModel)):
         problems.check()
@@ -202,6 +199,8 @@ def plan_job(
     problems.add(_plan_faults(task, tables, before, own))
     if task is None or tables is None:
         problems.check()
+    assert task is not None
+    assert tables is not None
     if tell is not None and not problems.found:
         tell(task_line(task, tables.train, before.task))
     is_named = isinstance(model, (str, os.PathLike))
@@ -222,6 +221,8 @@ def plan_job(
     if problems.found and opened is model and options.adapter is not None and opened is not None:
         opened.remove_adapter()
     problems.check()
+    assert opened is not None
+    assert factory is not None
     timing.mark("load")
     tokenizer: Any = opened.tokenizer
     limits = row_limits(task, opened, tokenizer, options)

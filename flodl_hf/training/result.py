@@ -7,18 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from flodl.distributed.group import Summed
 from flodl.errors import TrainError
 from flodl.progress import clock, count
+from flodl.train.events import Recorded
+from flodl_hf.models.encoder_model import EncoderModel
+from flodl_hf.training.report.figures import Tuned
 from flodl_hf.training.start import cast_stored
-
-if TYPE_CHECKING:
-    from flodl.distributed.group import Summed
-    from flodl.train.events import Recorded
-    from flodl_hf.models.encoder_model import EncoderModel
-    from flodl_hf.training.report.figures import Tuned
-
 
 JSON = (str, int, float, list, tuple, dict, type(None))
 

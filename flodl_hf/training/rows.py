@@ -252,7 +252,7 @@ class EncodedRows:
         """Return row ``index``; per-token parts are int64 ``(tokens,)``."""
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> TakenRows:
+    def __getitems__(self, indices: Sequence[int] | NDArray[np.int64]) -> TakenRows:
         """Return several rows."""
         which = np.asarray(indices, dtype=np.int64)
         lengths = self.lengths[which]

@@ -14,14 +14,17 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from flodl_hf.training.evaluation import EvalPredictions
+from flodl_hf.training.job import Job
 from flodl_hf.training.report.charts import bars, heat_map, line_chart
 from flodl_hf.training.report.figures import (
     SPAN_ERRORS,
     LabelTable,
+    Tuned,
     best_thresholds,
     calibration,
     f1_at,
@@ -30,12 +33,7 @@ from flodl_hf.training.report.figures import (
     sigmoid,
     span_errors,
 )
-
-if TYPE_CHECKING:
-    from flodl_hf.training.evaluation import EvalPredictions
-    from flodl_hf.training.job import Job
-    from flodl_hf.training.report.figures import Tuned
-    from flodl_hf.training.result import FinetuneResult
+from flodl_hf.training.result import FinetuneResult
 
 MOST_CLASSES = 20
 """Most classes that a table of confusions shows: the most frequent."""

@@ -134,7 +134,7 @@ class TextRows:
         """Return one row."""
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> TakenRows:
+    def __getitems__(self, indices: Sequence[int] | NDArray[np.int64]) -> TakenRows:
         """Return several rows of one table."""
         at = int(np.searchsorted(self.starts, int(indices[0]), side="right")) - 1
         taken = self.tables[at].__getitems__(np.asarray(indices) - self.starts[at])
