@@ -57,27 +57,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: torch, the tokenizer library, training and files of texts.
-    if name == "AutoConfig":
-        from flodl_hf.heads.auto import AutoConfig
-
-        return AutoConfig
-    if name == "AutoTokenizer":
-        from flodl_hf.tokenization.tokenizer import Tokenizer
-
-        return Tokenizer
-    if name in ("evaluate", "finetune"):
-        import flodl_hf.training
-
-        return getattr(flodl_hf.training, name)
-    if name in ("encode_file", "predict_file"):
-        import flodl_hf.jobs
-
-        return getattr(flodl_hf.jobs, name)
-    if name == "pipeline":
-        from flodl_hf.compat.pipelines import pipeline
-
-        return pipeline
+    if name in _LAZY:
+        module, _, attribute = _LAZY[name].rpartition(".")
+        return getattr(import_module(f"{__name__}.{module}"), attribute)
     if name == "__version__":
         from flodl_hf.checkpoints.version import own_version
 
@@ -91,6 +73,17 @@ def __getattr__(name: str) -> Any:
             raise ImportError(f"cannot import name {name!r} from 'flodl_hf'. Equivalent: {text}.", name=__name__)
     raise AttributeError(f"module 'flodl_hf' has no attribute {name!r}")
 
+
+_LAZY = {
+    "AutoConfig": "heads.auto.AutoConfig",
+    "AutoTokenizer": "tokenization.tokenizer.Tokenizer",
+    "encode_file": "jobs.encode_file",
+    "evaluate": "training.evaluate",
+    "finetune": "training.finetune",
+    "pipeline": "compat.pipelines.pipeline",
+    "predict_file": "jobs.predict_file",
+}
+"""Names that are imported on first use: torch, the tokenizer library, training and files of texts."""
 
 _MOVED = {
     "adapters": "models.adapters",

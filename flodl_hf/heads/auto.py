@@ -6,7 +6,7 @@ tables of tasks and families are the only dispatch; there are no entry points.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unpack
 
@@ -57,12 +57,16 @@ class _AutoClass(Generic[ModelT]):
     def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> ModelT:
         """Return the model of a folder or Hub repository; see `EncoderModel.from_pretrained`."""
         with prefetching(name_or_path, options):
-            return _class_of(cls.head).from_pretrained(name_or_path, **options)
+            return cls._class(lambda: _config_of(name_or_path, options)).from_pretrained(name_or_path, **options)
 
     @classmethod
     def from_config(cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None) -> ModelT:
         """Return a model with fresh random weights; see `EncoderModel.from_config`."""
-        return _class_of(cls.head).from_config(config, pooler=pooler, dtype=dtype)
+        return cls._class(lambda: config).from_config(config, pooler=pooler, dtype=dtype)
+
+    @classmethod
+    def _class(cls, config: Callable[[], ModelConfig]) -> Any:
+        return head_named(cls.head).model
 
 
 class AutoModel(_AutoClass["BaseModel"]):
@@ -113,23 +117,10 @@ class AutoModelForPreTraining(_AutoClass["EncoderModel"]):
     head = "pretraining"
 
     @classmethod
-    @accept_keywords(LOAD, ConfigError, like=FromPretrained.from_pretrained)
-    def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadKeywords]) -> EncoderModel:
-        """Return the model of a folder or Hub repository; see `EncoderModel.from_pretrained`."""
-        with prefetching(name_or_path, options):
-            with gc_paused(settled=True):
-                from flodl_hf.checkpoints.config.model_config import read_config
-            config = read_config(name_or_path, **_of_configurations(options))
-            return _class_of(_first_task(config)).from_pretrained(name_or_path, **options)
-
-    @classmethod
-    def from_config(cls, config: ModelConfig, *, pooler: bool = True, dtype: torch.dtype | None = None) -> EncoderModel:
-        """Return a model with fresh random weights; see `EncoderModel.from_config`."""
-        return _class_of(_first_task(config)).from_config(config, pooler=pooler, dtype=dtype)
-
-
-def _first_task(config: ModelConfig) -> str:
-    return next((head for head in ("pretraining", "replaced_tokens") if head in config.family.heads), "masked_lm")
+    def _class(cls, config: Callable[[], ModelConfig]) -> Any:
+        heads = config().family.heads
+        first = next((head for head in ("pretraining", "replaced_tokens") if head in heads), "masked_lm")
+        return head_named(first).model
 
 
 def head_named(name: str) -> Task:
@@ -141,8 +132,10 @@ def head_named(name: str) -> Task:
     return task_named(task_named(name).head)
 
 
-def _class_of(name: str) -> Any:
-    return head_named(name).model
+def _config_of(name_or_path: str | Path, options: Any) -> ModelConfig:
+    with gc_paused(settled=True):
+        from flodl_hf.checkpoints.config.model_config import read_config
+    return read_config(name_or_path, **_of_configurations(options))
 
 
 @accept_keywords(LOAD, ConfigError, like=FromPretrained.from_pretrained)
@@ -164,11 +157,10 @@ def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
     if head != "auto":
         return head_named(head).model.from_pretrained(name_or_path, **options)
     with gc_paused(settled=True):
-        from flodl_hf.checkpoints.config.model_config import read_config
         from flodl_hf.checkpoints.weights.loading import class_of, head_of
         from flodl_hf.heads.base import BaseModel
     base, task = _with_adapter(name_or_path, options)
-    config = read_config(base, **_of_configurations(options))
+    config = _config_of(base, options)
     architectures = config.source.get("architectures")
     found = task(config.family) or head_of(config.family, architectures) or "base"
     try:

@@ -5,19 +5,24 @@ Entries have the names of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 from .rows import Row
 
 
-class Encoded(MutableMapping[str, Any]):
+class Encoded(UserDict[str, Any]):
     """Named model inputs, to be passed as ``model(**encoded)``, with their link to the text.
 
     Entries are lists, NumPy arrays or tensors of shape ``(batch, seq)``; they are also attributes
     (``encoded.input_ids``). Entries can be added, replaced and removed. A number instead of a name gives the `Encoding`
     of one row.
+
+    Attributes:
+        data: the entries as a dict.
+        rows: the rows without padding.
     """
 
     is_fast = True
@@ -25,88 +30,63 @@ class Encoded(MutableMapping[str, Any]):
     def __init__(
         self, data: dict[str, Any], rows: Sequence[Row] = (), lead: Sequence[int] = (), tokens: Any = None
     ) -> None:
-        self._data = data
+        self.data = data
         self._ids = data.get("input_ids")  # the link to the text remains when the entry is removed
-        self._rows = rows
+        self.rows = rows
         # Padding before each row; token positions count it.
         self._lead = lead
         self._tokens = tokens
         self._found: dict[int, Encoding] = {}
 
     @property
-    def data(self) -> dict[str, Any]:
-        """The entries as a dict."""
-        return self._data
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """The rows without padding."""
-        return self._rows
-
-    @property
     def encodings(self) -> list[Encoding] | None:
         """Each row with its padding, or ``None`` if the entries were not made from texts."""
-        return [self._row(number) for number in range(len(self._rows))] or None
+        return [self._row(number) for number in range(len(self.rows))] or None
 
     @property
     def n_sequences(self) -> int | None:
         """1 for texts, 2 for pairs, ``None`` if the entries were not made from texts."""
-        return self._row(0).n_sequences if self._rows else None
+        return self._row(0).n_sequences if self.rows else None
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
-            return self._data[key]
+            return self.data[key]
         if self.encodings is None:
             raise KeyError(f"found {key!r}, expected the name of an entry: rows exist only for texts")
         return self.encodings[key]
 
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._data[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._data[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._data
-
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or name == "data":
             raise AttributeError(name)
         try:
-            return self._data[name]
+            return self.data[name]
         except KeyError:
-            raise AttributeError(f"no entry {name!r}; there are {sorted(self._data)}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._data)
-
-    def __len__(self) -> int:
-        return len(self._data)
+            raise AttributeError(f"no entry {name!r}; there are {sorted(self.data)}") from None
 
     def __repr__(self) -> str:
-        return f"Encoded({self._data!r})"
+        return f"Encoded({self.data!r})"
 
     def copy(self) -> Encoded:
         """Return a copy with the same entries, which can be replaced independently."""
-        return Encoded(dict(self._data), self._rows, self._lead, self._tokens)
+        return Encoded(dict(self.data), self.rows, self._lead, self._tokens)
 
     def _row(self, number: int) -> Encoding:
         if number not in self._found:
             ids: Any = self._ids
             # The entries of one text are flat lists.
             own = ids if not len(ids) or isinstance(ids[0], int) else ids[number]
-            self._found[number] = Encoding(own, self._rows[number], self._lead[number], self._tokens)
+            self._found[number] = Encoding(own, self.rows[number], self._lead[number], self._tokens)
         return self._found[number]
 
     def word_ids(self, batch_index: int = 0) -> list[int | None]:
         """Return for each token the number of its word, ``None`` for special tokens and padding."""
         row = self._row(batch_index)
-        return row._padded(self._rows[batch_index].word_ids, None)
+        return row._padded(self.rows[batch_index].word_ids, None)
 
     def sequence_ids(self, batch_index: int = 0) -> list[int | None]:
         """Return for each token 0 or 1 for its text, ``None`` for special tokens and padding."""
         row = self._row(batch_index)
-        return row._padded(self._rows[batch_index].sequence_ids, None)
+        return row._padded(self.rows[batch_index].sequence_ids, None)
 
     def tokens(self, batch_index: int = 0) -> list[str]:
         """Return the tokens of one row as strings, padding included."""
@@ -188,7 +168,7 @@ class Encoded(MutableMapping[str, Any]):
 
     def to(self, device: Any) -> Encoded:
         """Move every tensor to ``device`` and return this object."""
-        self._data.update({key: value.to(device) for key, value in self._data.items() if hasattr(value, "to")})
+        self.data.update({key: value.to(device) for key, value in self.data.items() if hasattr(value, "to")})
         return self
 
     def convert_to_tensors(self, tensor_type: str | None = None, prepend_batch_axis: bool = False) -> Encoded:
@@ -204,8 +184,8 @@ class Encoded(MutableMapping[str, Any]):
         from .batch import as_tensors
 
         if tensor_type is not None:
-            lists = {key: [value] if prepend_batch_axis else value for key, value in self._data.items()}
-            self._data.update(as_tensors(lists, tensor_type))
+            lists = {key: [value] if prepend_batch_axis else value for key, value in self.data.items()}
+            self.data.update(as_tensors(lists, tensor_type))
         return self
 
 

@@ -87,6 +87,16 @@ def contradictions(
         )
 
 
+def _settings_of(
+    files: Mapping[str, bytes], backend: Backend, folder: str, model_type: str | None, config: Mapping[str, Any]
+) -> Settings:
+    known = backend.inner.token_to_id
+    return read_settings(
+        files, lambda token: known(token) is not None, folder=folder, model_type=model_type, config=config,
+        pad_token=backend.pad_token, sides=backend.sides,
+    )  # fmt: skip
+
+
 _SETTABLE = ("model_max_length", "padding_side", "truncation_side", *ROLES)
 
 
@@ -126,15 +136,7 @@ class Tokenizer(Calls):
         self._overridden = overridden
         self._config = dict(config or {})
         frozen = Backend(backend, f"{folder}/{vocabulary_file(self._files)}" if self._files else str(folder))
-        settings = read_settings(
-            self._files,
-            lambda token: backend.token_to_id(token) is not None,
-            folder=str(folder),
-            model_type=model_type,
-            config=self._config,
-            pad_token=frozen.pad_token,
-            sides=frozen.sides,
-        )
+        settings = _settings_of(self._files, frozen, str(folder), model_type, self._config)
         super().__init__(frozen, settings, str(folder))
         found = []
         if "tokenizer.json" in self._files and not frozen.by_code:
@@ -170,11 +172,7 @@ class Tokenizer(Calls):
                     found=token,
                 )
         files = with_settings(self._files, changes, self._folder)
-        settings = read_settings(
-            files, lambda token: self._inner.token_to_id(token) is not None, folder=self._folder,
-            model_type=self.settings.model_type, config=self._config, pad_token=self._backend.pad_token,
-            sides=self._backend.sides,
-        )  # fmt: skip
+        settings = _settings_of(files, self._backend, self._folder, self.settings.model_type, self._config)
         self.__dict__.update(_files=files, settings=settings)
         self.__dict__.pop("all_special_ids", None)
 

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 
-from tokenizers import Tokenizer as Inner
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import normalizers, pre_tokenizers
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -22,42 +21,25 @@ def wordpiece_files(texts: Iterable[str], vocab_size: int, *, lowercase: bool, m
         lowercase: fold case and strip accents.
         max_length: ``model_max_length`` of ``tokenizer_config.json``.
     """
-    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    splitter = pre_tokenizers.BertPreTokenizer()
+    normalizer, splitter = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
     words: Counter[str] = Counter()
     for text in texts:
         words.update(word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
     vocab = _learn(words, vocab_size)
-    inner = Inner(models.WordPiece(vocab, unk_token="[UNK]"))
-    inner.normalizer = normalizer
-    inner.pre_tokenizer = splitter
-    inner.decoder = decoders.WordPiece(prefix="##")
-    inner.add_special_tokens(list(_SPECIAL))
-    inner.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0",
-        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", vocab["[CLS]"]), ("[SEP]", vocab["[SEP]"])],
-    )
     settings = {
         "tokenizer_class": "BertTokenizer",
         "do_lower_case": lowercase,
         "model_max_length": max_length,
-        "pad_token": "[PAD]",
-        "unk_token": "[UNK]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-        "mask_token": "[MASK]",
+        **{f"{token[1:-1].lower()}_token": token for token in _SPECIAL},
     }
-    by_id = sorted(vocab, key=vocab.__getitem__)
     return {
-        "tokenizer.json": inner.to_str(pretty=True).encode("utf-8"),
         "tokenizer_config.json": json.dumps(settings, indent=2).encode("utf-8"),
-        "vocab.txt": "".join(f"{token}\n" for token in by_id).encode("utf-8"),
+        "vocab.txt": "".join(f"{token}\n" for token in vocab).encode("utf-8"),
     }
 
 
-def _learn(words: Counter[str], size: int) -> dict[str, int]:
-    """Return token to id: special tokens, characters by frequency, then merges of the most frequent pair.
+def _learn(words: Counter[str], size: int) -> list[str]:
+    """Return the tokens: special tokens, characters by frequency, then merges of the most frequent pair.
 
     Ties are broken by spelling: the trainers of the tokenizers library follow the order of a hash table, so
     that two runs on the same texts may differ.
@@ -85,7 +67,7 @@ def _learn(words: Counter[str], size: int) -> dict[str, int]:
         for word, parts in splits.items():
             if pair[0] in parts:
                 splits[word] = _merge(parts, pair, token)
-    return {token: number for number, token in enumerate(vocab)}
+    return vocab
 
 
 def _merge(parts: list[str], pair: tuple[str, str], token: str) -> list[str]:

@@ -33,6 +33,21 @@ _CLEAN_UP = (
 )
 
 
+_SHOWN = ("pad_token", "mask_token", "cls_token", "sep_token", "unk_token", "bos_token", "eos_token")
+
+
+def _token(role: str) -> property:
+    return property(lambda self: self.settings.special.get(role), doc=f"The {role} of the settings, or ``None``.")
+
+
+def _token_id(role: str) -> property:
+    def get(self: Vocabulary) -> int | None:
+        token = self.settings.special.get(role)
+        return None if token is None else self._inner.token_to_id(token)
+
+    return property(get, doc=f"Id of the {role}, or ``None``.")
+
+
 class Vocabulary:
     """The tokens of a loaded tokenizer and their roles; nothing in it changes."""
 
@@ -167,24 +182,10 @@ class Vocabulary:
         """The tokens of `all_special_ids`."""
         return self._tokens_of(self.all_special_ids)
 
-    def _role_id(self, role: str) -> int | None:
-        token = self.settings.special.get(role)
-        return None if token is None else self._inner.token_to_id(token)
-
-    pad_token = property(lambda self: self.settings.special.get("pad_token"), doc="Padding token, or ``None``.")
-    mask_token = property(lambda self: self.settings.special.get("mask_token"), doc="Mask token, or ``None``.")
-    cls_token = property(lambda self: self.settings.special.get("cls_token"), doc="First token, or ``None``.")
-    sep_token = property(lambda self: self.settings.special.get("sep_token"), doc="Separator, or ``None``.")
-    unk_token = property(lambda self: self.settings.special.get("unk_token"), doc="Unknown token, or ``None``.")
-    bos_token = property(lambda self: self.settings.special.get("bos_token"), doc="Begin token, or ``None``.")
-    eos_token = property(lambda self: self.settings.special.get("eos_token"), doc="End token, or ``None``.")
-    pad_token_id = property(lambda self: self._role_id("pad_token"), doc="Id of the padding token, or ``None``.")
-    mask_token_id = property(lambda self: self._role_id("mask_token"), doc="Id of the mask token, or ``None``.")
-    cls_token_id = property(lambda self: self._role_id("cls_token"), doc="Id of the first token, or ``None``.")
-    sep_token_id = property(lambda self: self._role_id("sep_token"), doc="Id of the separator, or ``None``.")
-    unk_token_id = property(lambda self: self._role_id("unk_token"), doc="Id of the unknown token, or ``None``.")
-    bos_token_id = property(lambda self: self._role_id("bos_token"), doc="Id of the begin token, or ``None``.")
-    eos_token_id = property(lambda self: self._role_id("eos_token"), doc="Id of the end token, or ``None``.")
+    pad_token, mask_token, cls_token, sep_token, unk_token, bos_token, eos_token = map(_token, _SHOWN)
+    pad_token_id, mask_token_id, cls_token_id, sep_token_id, unk_token_id, bos_token_id, eos_token_id = map(
+        _token_id, _SHOWN
+    )
 
     def get_vocab(self) -> dict[str, int]:
         """Return token to id, added tokens included."""

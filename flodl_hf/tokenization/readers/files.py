@@ -33,6 +33,7 @@ def read_rows(
     header: bool | None = None,
     delimiter: str | None = None,
     blank_lines: bool = False,
+    classes: Classes | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Return the rows of ``source`` one by one, each a dict of column names to values.
 
@@ -54,26 +55,14 @@ def read_rows(
         delimiter: delimiter of CSV and TSV files; by default a tab in TSV files, and in CSV files a comma, or the
             semicolon, tab or bar that divides a header without commas.
         blank_lines: whether empty lines of a text file are rows too, so that rows are lines.
+        classes: receives the names of declared classes.
 
     Raises:
         DataError: the file does not exist, has an unknown format, or is invalid, with ``path``, ``line`` and
             ``problems``. A file with invalid rows is read to its end, so that one error lists all of them; rows before
             the first have been returned.
     """
-    return _read(source, format, {}, columns=columns, header=header, delimiter=delimiter, blank_lines=blank_lines)
-
-
-def _read(
-    source: Any,
-    format: Format | None,
-    classes: Classes,
-    *,
-    columns: Sequence[str] | None = None,
-    header: bool | None = None,
-    delimiter: str | None = None,
-    blank_lines: bool = False,
-) -> Iterator[dict[str, Any]]:
-    """Return the rows of ``source`` as `read_rows` does; ``classes`` receives the names of declared classes."""
+    classes = {} if classes is None else classes
     if not isinstance(source, (str, os.PathLike)):
         return _rows_of_object(source, classes)
     path = Path(source)
@@ -118,7 +107,7 @@ def load_rows(source: Any, format: Format | None = None, **options: Any) -> Tabl
         DataError: also if there are no rows.
     """
     classes: Classes = {}
-    rows = Table(_read(source, format, classes, **options), classes)
+    rows = Table(read_rows(source, format, classes=classes, **options), classes)
     if not rows:
         name = source if isinstance(source, (str, os.PathLike)) else "data"
         raise DataError(f"{name}: found no rows, expected at least one", rows=0)

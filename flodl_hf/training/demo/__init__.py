@@ -59,7 +59,8 @@ def train_wordpiece(
     from flodl_hf.tokenization.train import wordpiece_files
 
     files = wordpiece_files(texts, vocab_size, lowercase=lowercase, max_length=max_length)
-    return Tokenizer.from_files(files, folder="trained", model_type="bert")
+    built = Tokenizer.from_files(files, folder="trained", model_type="bert")
+    return Tokenizer.from_files(built.files(), folder="trained", model_type="bert")
 
 
 def demo_model(tokenizer: Tokenizer, seed: int = 0) -> SequenceClassifier:
