@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flodl.garbage_collection import gc_paused
 from flodl_hf.heads.auto import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -30,8 +31,8 @@ from flodl_hf.heads.auto import (
 )
 
 if TYPE_CHECKING:
+    from flodl_hf.checkpoints.config.model_config import ModelConfig as AutoConfig
     from flodl_hf.compat.pipelines import pipeline
-    from flodl_hf.heads.auto import AutoConfig
     from flodl_hf.jobs import encode_file, predict_file
     from flodl_hf.tokenization.tokenizer import Tokenizer as AutoTokenizer
     from flodl_hf.training import evaluate, finetune
@@ -59,7 +60,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         module, _, attribute = _LAZY[name].rpartition(".")
-        return getattr(import_module(f"{__name__}.{module}"), attribute)
+        with gc_paused(settled=True):
+            return getattr(import_module(f"{__name__}.{module}"), attribute)
     if name == "__version__":
         from flodl_hf.checkpoints.version import own_version
 
@@ -75,7 +77,7 @@ def __getattr__(name: str) -> Any:
 
 
 _LAZY = {
-    "AutoConfig": "heads.auto.AutoConfig",
+    "AutoConfig": "checkpoints.config.model_config.ModelConfig",
     "AutoTokenizer": "tokenization.tokenizer.Tokenizer",
     "encode_file": "jobs.encode_file",
     "evaluate": "training.evaluate",

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from flodl_hf.checkpoints.config.model_config import ModelConfig
-    from flodl_hf.checkpoints.config.model_config import ModelConfig as AutoConfig  # noqa: F401
     from flodl_hf.heads.base import BaseModel  # noqa: F401
     from flodl_hf.heads.masked_lm import MaskedLM  # noqa: F401
     from flodl_hf.heads.multiple_choice import MultipleChoice  # noqa: F401
@@ -32,15 +31,6 @@ if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
 
 ModelT = TypeVar("ModelT", bound="EncoderModel")
-
-
-def __getattr__(name: str) -> Any:
-    if name == "AutoConfig":
-        with gc_paused(settled=True):
-            from flodl_hf.checkpoints.config.model_config import ModelConfig
-
-        return ModelConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _AutoClass(Generic[ModelT]):

@@ -22,7 +22,7 @@ from flodl_hf.inference.token_table import (
     table_of,
 )  # fmt: skip
 from flodl_hf.tokenization.batch import check_batch
-from flodl_hf.tokenization.first_tokens import beginnings, replaced
+from flodl_hf.tokenization.blocks import beginnings, replaced
 from flodl_hf.tokenization.rows import Cut, Overflow
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ import tokenizers
 
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization.blocks import Flat, Mark, in_blocks, mark_of
+from flodl_hf.tokenization.blocks import Flat, Mark, in_blocks, mark_of, splits_at_spaces
 from flodl_hf.tokenization.charsmap import check_definition
-from flodl_hf.tokenization.first_tokens import splits_at_spaces
 from flodl_hf.tokenization.guard import MAX_GROWTH, check_texts, growth, translated_errors
 from flodl_hf.tokenization.rows import Row
 from flodl_hf.tokenization.source import decode_text, parse_json

@@ -107,7 +107,7 @@ def _suffixed(source: Source) -> Tokenizer:
 
 def _fairseq(source: Source) -> Tokenizer:
     """Return BPE over fairseq's ``vocab.txt`` and ``bpe.codes``."""
-    from .python_words import fairseq_words, splitter
+    from .python_words import fairseq_words, normalize_tweet, normalized_words, splitter
 
     first = [source.tokens[role] for role in ("bos_token", "pad_token", "eos_token", "unk_token")]
     vocab = read_fairseq(source.files["vocab.txt"], f"{source.folder}/vocab.txt", first)
@@ -115,8 +115,6 @@ def _fairseq(source: Source) -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=source.tokens["unk_token"]))
     words = fairseq_words((parts[0], parts[1]) for line in lines if len(parts := line.split()) > 1)
     if source.rules.build == "bertweet" and source.flag("normalization", False):
-        from .tweets import normalize_tweet, normalized_words
-
         words = normalized_words(words, normalize_tweet)
     tokenizer.pre_tokenizer = splitter(words)
     spaced = decoders.WordPiece(prefix="\U0010ffff", cleanup=False)  # a prefix that no token has

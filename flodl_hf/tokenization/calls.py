@@ -25,8 +25,8 @@ from .batch import (
     check_multiple,
     option,
 )  # fmt: skip
+from .blocks import beginnings
 from .encoded import Encoded
-from .first_tokens import beginnings
 from .rows import Cut, Overflow, Row, cut_each, with_space
 from .vocabulary import Vocabulary
 from .words import JOINED

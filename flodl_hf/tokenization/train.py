@@ -9,6 +9,8 @@ from itertools import pairwise
 
 from tokenizers import normalizers, pre_tokenizers
 
+from flodl_hf.tokenization.python_words import merge_pair
+
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -66,18 +68,5 @@ def _learn(words: Counter[str], size: int) -> list[str]:
             vocab.append(token)
         for word, parts in splits.items():
             if pair[0] in parts:
-                splits[word] = _merge(parts, pair, token)
+                splits[word] = merge_pair(parts, pair, token)
     return vocab
-
-
-def _merge(parts: list[str], pair: tuple[str, str], token: str) -> list[str]:
-    out = []
-    at = 0
-    while at < len(parts):
-        if at + 1 < len(parts) and (parts[at], parts[at + 1]) == pair:
-            out.append(token)
-            at += 2
-        else:
-            out.append(parts[at])
-            at += 1
-    return out
