@@ -39,7 +39,7 @@ of_kind = Values
 
 
 def check_fields(
-    record: Any, table: Mapping[str, Values], where: str, error: type[ConfigError | TrainError] = TrainError
+    record: Any, table: Mapping[str, Values], title: str, error: type[ConfigError | TrainError] = TrainError
 ) -> None:
     """Raise if values of a record are invalid according to ``table``.
 
@@ -53,9 +53,9 @@ def check_fields(
             near = nearest(found, values.words) if isinstance(found, str) and values.words else ""
             problems.append(f"{name}: found {_shown(found)}{near}; expected {values.expected}.")
     if problems:
-        one = problems[0] if where == "settings" else f"{where}: {problems[0]}"
-        message = one if len(problems) == 1 else f"{where}: invalid values:\n{capped(problems)}"
-        raise error(message, problems=problems, where=where)
+        one = problems[0] if title == "settings" else f"{title}: {problems[0]}"
+        message = one if len(problems) == 1 else f"{title}: invalid values:\n{capped(problems)}"
+        raise error(message, problems=problems, where=title)
 
 
 def _shown(value: Any) -> str:

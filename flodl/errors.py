@@ -165,8 +165,8 @@ def visible(text: str, form: str | None = None) -> str:
         form: format of a code point, ``"\\\\u{:04x}"`` for JSON; None for Python's.
     """
     if form is not None:
-        return _HIDDEN.sub(lambda found: form.format(ord(found[0])), text)
-    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+        return _HIDDEN.sub(lambda match: form.format(ord(match[0])), text)
+    return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def printable(text: str, limit: int = 120) -> str:

@@ -43,7 +43,7 @@ Transform = Callable[[Batch, Where], Batch]
 """Function that changes a batch. Its result must depend on the batch and its address only."""
 
 
-def collate_rows(rows: Sequence[Any], where: Where | None = None) -> dict[str, Any]:
+def collate_rows(rows: Sequence[Any], batch: Where | None = None) -> dict[str, Any]:
     """Return rows of fixed shape stacked into parts, each ``(batch, ...)``.
 
     A row is a mapping of names to values, a tuple or list of values (parts are named ``"0"``, ``"1"``, ...), or one
@@ -53,7 +53,7 @@ def collate_rows(rows: Sequence[Any], where: Where | None = None) -> dict[str, A
         DataError: rows differ in their parts or shapes; ``problems`` lists each.
     """
     named = [_named(row) for row in rows]
-    _same_parts(named, where)
+    _same_parts(named, batch)
     parts: dict[str, Any] = {}
     problems: list[str] = []
     for name in named[0]:
@@ -67,8 +67,8 @@ def collate_rows(rows: Sequence[Any], where: Where | None = None) -> dict[str, A
         if uneven:
             i = uneven[0]
             problems.append(
-                f"{name}: {_row(where, i)} has shape {tuple(tensors[i].shape)}, "
-                f"{_row(where, 0)} has {tuple(tensors[0].shape)}"
+                f"{name}: {_row(batch, i)} has shape {tuple(tensors[i].shape)}, "
+                f"{_row(batch, 0)} has {tuple(tensors[0].shape)}"
             )
             continue
         parts[name] = torch.stack(tensors)
@@ -110,7 +110,7 @@ class CollateTokens:
     multiple_of: int = 1
     tokens: str = "input_ids"
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where | None = None) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]], batch: Where | None = None) -> dict[str, Any]:
         """Return the parts of one batch.
 
         Raises:
@@ -118,7 +118,7 @@ class CollateTokens:
                 length; ``problems`` lists each.
         """
         named = [_named(row) for row in rows]
-        _same_parts(named, where)
+        _same_parts(named, batch)
         if self.tokens not in named[0]:
             raise DataError(
                 f"collate: found rows with the parts {list(named[0])}, expected a part {self.tokens!r}. "
@@ -128,12 +128,12 @@ class CollateTokens:
             )
         lengths = [len(row[self.tokens]) for row in named]
         ragged = self._ragged_names(named, lengths)
-        self._check(named, lengths, ragged, where)
+        self._check(named, lengths, ragged, batch)
         columns = {n: [torch.as_tensor(row[n]) for row in named] for n in ragged}
         others = [n for n in named[0] if n not in columns]
         parts = self._padded(columns, lengths) if self.layout == "padded" else self._packed(columns, lengths)
         if others:
-            parts.update(collate_rows([{n: row[n] for n in others} for row in named], where))
+            parts.update(collate_rows([{n: row[n] for n in others} for row in named], batch))
         return parts
 
     def _ragged_names(self, named: list[Mapping[str, Any]], lengths: list[int]) -> list[str]:
@@ -146,15 +146,15 @@ class CollateTokens:
         ]
 
     def _check(
-        self, named: list[Mapping[str, Any]], lengths: list[int], ragged: list[str], where: Where | None
+        self, named: list[Mapping[str, Any]], lengths: list[int], ragged: list[str], batch: Where | None
     ) -> None:
         problems = []
         for i, (row, length) in enumerate(zip(named, lengths, strict=True)):
             for name in ragged:
                 if name not in row:
-                    problems.append(f"{_row(where, i)} has no part {name!r}")
+                    problems.append(f"{_row(batch, i)} has no part {name!r}")
                 elif len(row[name]) != length:
-                    problems.append(f"{_row(where, i)}: {name} has {len(row[name])} values for {length} {self.tokens}")
+                    problems.append(f"{_row(batch, i)}: {name} has {len(row[name])} values for {length} {self.tokens}")
         if problems:
             raise DataError(
                 f"collate: found per-token parts of other lengths, expected one value per token:\n{capped(problems)}",
@@ -195,12 +195,12 @@ def _named(row: Any) -> Mapping[str, Any]:
     return {"0": row}
 
 
-def _same_parts(named: list[Mapping[str, Any]], where: Where | None) -> None:
+def _same_parts(named: list[Mapping[str, Any]], batch: Where | None) -> None:
     if not named or not named[0]:
         raise DataError("collate: found a row without parts, expected at least one value per row")
     first = set(named[0])
     problems = [
-        f"{_row(where, i)} has {sorted(row)}, {_row(where, 0)} has {sorted(first)}"
+        f"{_row(batch, i)} has {sorted(row)}, {_row(batch, 0)} has {sorted(first)}"
         for i, row in enumerate(named)
         if set(row) != first
     ]
@@ -229,5 +229,5 @@ def _is_line(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(v, (bool, int, float)) for v in value)
 
 
-def _row(where: Where | None, position: int) -> str:
-    return f"row {where.indices[position]}" if where is not None else f"row {position} of the batch"
+def _row(batch: Where | None, position: int) -> str:
+    return f"row {batch.indices[position]}" if batch is not None else f"row {position} of the batch"

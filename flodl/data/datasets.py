@@ -116,14 +116,14 @@ class RowSource:
     def __len__(self) -> int:
         return self._num_rows
 
-    def get_batch_at(self, where: Where) -> Mapping[str, Any]:
-        """Return the batch of the rows ``where.indices``."""
-        wanted = [int(i) for i in where.indices]
+    def get_batch_at(self, batch: Where) -> Mapping[str, Any]:
+        """Return the batch of the rows ``batch.indices``."""
+        wanted = [int(i) for i in batch.indices]
         rows = [self._get(i) for i in wanted] if self._get_many is None else self._get_many(wanted)
-        return self.collate(rows, where)
+        return self.collate(rows, batch)
 
 
-def _collate_rows_only(collate: Callable[..., Mapping[str, Any]], rows: Any, where: Where) -> Mapping[str, Any]:
+def _collate_rows_only(collate: Callable[..., Mapping[str, Any]], rows: Any, batch: Where) -> Mapping[str, Any]:
     return collate(rows)
 
 
@@ -173,9 +173,9 @@ def as_batches(data: Any, collate: Collate | None = None) -> BatchDataset | RowS
     return RowSource(get, len(_not_empty(data)), collate, getattr(data, "__getitems__", None), lengths)
 
 
-def _refused(data: Any, found: str, expected: str) -> DataError:
+def _refused(data: Any, problem: str, expected: str) -> DataError:
     kind = type(data).__name__
-    return DataError(f"data of type {kind}: found {found}, expected {expected}", kind=kind)
+    return DataError(f"data of type {kind}: found {problem}, expected {expected}", kind=kind)
 
 
 def _not_empty(data: Any) -> Any:

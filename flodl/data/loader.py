@@ -249,9 +249,9 @@ class DataLoader:
 
     # --------------------------------------------------------------------------------------------- one batch
 
-    def _parts(self, where: Where) -> dict[str, Any]:
+    def _parts(self, batch: Where) -> dict[str, Any]:
         data = self.data
-        parts = data.get_batch_at(where) if isinstance(data, RowSource) else data.get_batch(where.indices)
+        parts = data.get_batch_at(batch) if isinstance(data, RowSource) else data.get_batch(batch.indices)
         if isinstance(parts, torch.Tensor):
             parts = (parts,)
         if isinstance(parts, (Batch, Mapping)):

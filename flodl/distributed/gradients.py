@@ -174,14 +174,14 @@ class GradientSum:
         self._full = [False] * len(self._buckets)
         self._sent, self._late = [], []
 
-    def _note(self, place: int, bucket: int, _parameter: torch.Tensor) -> None:
+    def _note(self, index: int, bucket: int, _parameter: torch.Tensor) -> None:
         """Record that the gradient of a parameter is complete."""
         if not self._watching:
             return
         if self._full[bucket]:
-            self._late.append(place)
-        elif not self._made[place]:
-            self._made[place] = True
+            self._late.append(index)
+        elif not self._made[index]:
+            self._made[index] = True
             self._left[bucket] -= 1
             if self._marks and self._left[bucket] == 0:
                 self._fill([bucket])

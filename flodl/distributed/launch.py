@@ -322,26 +322,26 @@ def _end(members: list[_Member]) -> None:
 def _rank_main(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
-    place: dict[str, Any],
+    rank_args: dict[str, Any],
     board: Board,
     pipe: Connection,
     environment: dict[str, str],
 ) -> None:
-    """Call ``fn`` in a new process; ``place`` contains arguments of `join_ranks`."""
+    """Call ``fn`` in a new process; ``rank_args`` contains arguments of `join_ranks`."""
     os.environ.update(environment)
-    if os.getppid() == place["parent"]:  # not forked by another process
-        die_with_parent(place["parent"])
+    if os.getppid() == rank_args["parent"]:  # not forked by another process
+        die_with_parent(rank_args["parent"])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    board.beat(place["rank"])
+    board.beat(rank_args["rank"])
     code = 1
     try:
-        torch.set_num_threads(max(1, torch.get_num_threads() // place["world"]))
+        torch.set_num_threads(max(1, torch.get_num_threads() // rank_args["world"]))
         if loopback() is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", str(loopback()))
         port = pipe.recv()
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=place["timeout_s"]))
-        ranks = join_ranks(**place, board=board, store=PrefixStore(f"attempt{place['attempt']}", store))
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=rank_args["timeout_s"]))
+        ranks = join_ranks(**rank_args, board=board, store=PrefixStore(f"attempt{rank_args['attempt']}", store))
         ranks.pipe = pipe
         result = fn(ranks, *args)
         pipe.send(("result", result))

@@ -72,17 +72,19 @@ def _fixed_matrices(model: nn.Module, dtype: torch.dtype | None) -> set[nn.Param
     return fixed - others
 
 
-def _cast(module: nn.Module, dtype: torch.dtype | None, kept: set[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+def _cast(
+    module: nn.Module, dtype: torch.dtype | None, excluded: set[nn.Parameter]
+) -> list[tuple[nn.Parameter, Tensor]]:
     """Cast the floating parameters of a module that are no shards yet, in place, so that tied weights stay tied.
 
     Args:
-        kept: parameters that are not cast.
+        excluded: parameters that are not cast.
 
     Returns:
         The parameters with their previous data, which the caller restores: a reference elsewhere would keep the copy.
     """
     whole_yet = [p for p in module.parameters() if p.is_floating_point() and not hasattr(p, "full_tensor")]
-    before = [(p, p.data) for p in whole_yet if dtype is not None and p.dtype != dtype and p not in kept]
+    before = [(p, p.data) for p in whole_yet if dtype is not None and p.dtype != dtype and p not in excluded]
     for parameter, value in before:
         parameter.data = value.to(dtype)
     return before

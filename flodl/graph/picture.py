@@ -377,8 +377,8 @@ def _svg_line(line: _Line, places: dict[int, Any], sizes: dict[int, Any], lane: 
     return f'<path d="{path}" fill="none" {_LINES[line.kind][1]} marker-end="url(#arrow)"/>{label}'
 
 
-def _svg_box(box: _Box, place: Any, size: Any, largest: float, inside: Any) -> list[str]:
-    (x, y), (width, height) = place, size
+def _svg_box(box: _Box, corner: Any, size: Any, largest: float, inside: Any) -> list[str]:
+    (x, y), (width, height) = corner, size
     text = "".join(
         f'<text x="{x + width / 2:.1f}" y="{y + 19 + 16 * i:.1f}">{_escaped(line)}</text>'
         for i, line in enumerate(box.text)

@@ -26,12 +26,12 @@ class Missing:
     """Default of required arguments."""
 
 
-def missing_inputs(**given: Any) -> GraphError:
+def missing_inputs(**inputs: Any) -> GraphError:
     """Return the error for arguments that are missing in a call."""
-    absent = [name for name, value in given.items() if value is Missing]
+    absent = [name for name, value in inputs.items() if value is Missing]
     return GraphError(
         f"graph call: missing {', '.join(map(repr, absent))}. Pass every required input, as keyword or in "
-        f"the order {', '.join(given)}.",
+        f"the order {', '.join(inputs)}.",
         missing=absent,
     )
 

@@ -20,14 +20,14 @@ from flodl.metrics.metric import Sums
 Average = Literal["macro", "micro", "weighted", "binary"]
 
 
-def _pairs(predictions: Tensor, labels: Tensor, where: str) -> tuple[Tensor, Tensor]:
+def _pairs(predictions: Tensor, labels: Tensor, metric: str) -> tuple[Tensor, Tensor]:
     """Return class numbers and labels as flat tensors. Scores are reduced by argmax over their last dimension."""
     predictions, labels = predictions.detach(), labels.detach()
     if predictions.dim() == labels.dim() + 1:
         predictions = predictions.argmax(-1)
     if predictions.shape != labels.shape:
         raise DataError(
-            f"{where}: found predictions of shape {tuple(predictions.shape)} and labels of shape "
+            f"{metric}: found predictions of shape {tuple(predictions.shape)} and labels of shape "
             f"{tuple(labels.shape)}, expected equal shapes, or scores with one more dimension at the end",
             predictions=tuple(predictions.shape),
             labels=tuple(labels.shape),

@@ -20,11 +20,11 @@ MAX_VALUES = 5_000_000
 """Samples of a rank correlation. A correlation of a part of the samples would look like the correlation of all."""
 
 
-def _columns(predictions: Tensor, labels: Tensor, where: str) -> tuple[Tensor, Tensor]:
+def _columns(predictions: Tensor, labels: Tensor, metric: str) -> tuple[Tensor, Tensor]:
     x, y = predictions.detach().reshape(-1), labels.detach().reshape(-1)
     if x.numel() != y.numel():
         raise DataError(
-            f"{where}: found {x.numel()} predictions for {y.numel()} labels, expected one for each",
+            f"{metric}: found {x.numel()} predictions for {y.numel()} labels, expected one for each",
             predictions=x.numel(),
             labels=y.numel(),
         )

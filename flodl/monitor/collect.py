@@ -126,7 +126,7 @@ def log(name: str, value: float | Tensor, *, weight: float | Tensor = 1.0) -> No
     collector.add(name, value if one else value * weight, weight)
 
 
-def one_value(value: Any, where: str, tag: str) -> float | Tensor:
+def one_value(value: Any, source: str, tag: str) -> float | Tensor:
     """Return a value as a number or a tensor ``()`` without gradient.
 
     Raises:
@@ -135,13 +135,13 @@ def one_value(value: Any, where: str, tag: str) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise GraphError(
-                f"{where}: a tensor of shape {tuple(value.shape)}, expected one value. Reduce it, for example by "
+                f"{source}: a tensor of shape {tuple(value.shape)}, expected one value. Reduce it, for example by "
                 "collect_with(tag, reduce='mean') or value.mean().",
                 tag=tag,
             )
         return value.detach().reshape(())
     if not isinstance(value, (int, float)):
-        raise GraphError(f"{where}: found {type(value).__name__}, expected a number or a tensor", tag=tag)
+        raise GraphError(f"{source}: found {type(value).__name__}, expected a number or a tensor", tag=tag)
     return value
 
 

@@ -220,7 +220,7 @@ def parse_condition(written: str) -> Condition:
     Raises:
         ConfigError: the text is not a condition.
     """
-    quoted = _BARE_ARGUMENT.sub(lambda found: found[0] if found[1] is None else repr(_read(found[1])), written.strip())
+    quoted = _BARE_ARGUMENT.sub(lambda match: match[0] if match[1] is None else repr(_read(match[1])), written.strip())
     try:
         return _built(ast.parse(quoted, mode="eval").body)
     except (SyntaxError, TypeError, ValueError, RecursionError, ConfigError) as fault:

@@ -92,14 +92,14 @@ def _patterns(value: Any) -> Iterator[str]:
             yield from _patterns(part)
 
 
-def within_time(run: Callable[[], R], characters: int, patterns: tuple[str, ...], where: str) -> R:
+def within_time(run: Callable[[], R], characters: int, patterns: tuple[str, ...], source: str) -> R:
     """Return ``run()``, which must release the interpreter lock.
 
     Args:
         run: function without arguments. If it exceeds the limit, its thread continues until the process ends.
         characters: number of characters of the texts.
         patterns: the regular expressions, for messages.
-        where: the tokenizer.
+        source: the tokenizer.
 
     Raises:
         TokenizerError: it took too long.
@@ -123,10 +123,10 @@ def within_time(run: Callable[[], R], characters: int, patterns: tuple[str, ...]
         return result[0]
     listed = ", ".join(printable(pattern, 80) for pattern in patterns[:3])
     raise TokenizerError(
-        f"{where}: splitting {characters:,} characters took more than {limit:.0f} s by the patterns of its "
+        f"{source}: splitting {characters:,} characters took more than {limit:.0f} s by the patterns of its "
         f"tokenizer.json ({listed}), which may not end on some texts. Do not use this tokenizer unless you know "
         "who made it, or give it shorter texts.",
-        where=where,
+        where=source,
         patterns=list(patterns),
         limit_s=limit,
     )
@@ -137,14 +137,14 @@ FEW_TEXTS = 32
 MAX_FRAME = 64  # special tokens around two texts; published templates have at most five
 
 
-def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
+def load_json(data: bytes, path: str) -> tokenizers.Tokenizer:
     """Return the tokenizer that the bytes of a ``tokenizer.json`` define.
 
     Raises:
         TokenizerError: if the definition is damaged.
     """
-    text = decode_text(data, where)
-    check_definition(data, where)
+    text = decode_text(data, path)
+    check_definition(data, path)
     try:
         return tokenizers.Tokenizer.from_str(text)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -152,15 +152,15 @@ def load_json(data: bytes, where: str) -> tokenizers.Tokenizer:
     except BaseException as error:
         reason = str(error) or type(error).__name__
     # Unused sections must not make a good vocabulary unusable.
-    value = parse_json(data, where)
+    value = parse_json(data, path)
     if value.get("padding") or value.get("truncation"):
         value.update(padding=None, truncation=None)
-        with translated_errors(where, "the tokenizer definition is damaged; fetch the file again"):
+        with translated_errors(path, "the tokenizer definition is damaged; fetch the file again"):
             return tokenizers.Tokenizer.from_str(json.dumps(value))
     raise TokenizerError(
-        f"{where}: not a usable tokenizer definition: {printable(reason, 300)}; expected one as the tokenizers "
+        f"{path}: not a usable tokenizer definition: {printable(reason, 300)}; expected one as the tokenizers "
         "library writes it; fetch the file again, or delete it if the folder contains vocabulary files",
-        where=where,
+        where=path,
         reason=reason,
     )
 
@@ -197,18 +197,18 @@ def _characters(texts: Sequence[Any]) -> int:
 class Backend:
     """A frozen tokenizer of the tokenizers library; every method may be called from any thread."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, where: str) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, source: str) -> None:
         """Check and store a tokenizer, which must not be changed afterwards.
 
         Args:
             inner: the tokenizer.
-            where: its source, for messages.
+            source: its source, for messages.
 
         Raises:
             TokenizerError: if its normalizer could exhaust memory on a short text.
         """
-        self.where = where
-        with translated_errors(where, "the tokenizer definition is damaged; fetch it again"):
+        self.source = source
+        with translated_errors(source, "the tokenizer definition is damaged; fetch it again"):
             padding, truncation = inner.padding or {}, inner.truncation or {}
             # Both change the tokenizer, which is why they are called here once and never again.
             inner.no_padding()
@@ -218,19 +218,19 @@ class Backend:
         factor = growth(normalizer)
         if factor > MAX_GROWTH:
             raise TokenizerError(
-                f"{where}: the normalizer can turn one character into {factor}; at most {MAX_GROWTH} are "
+                f"{source}: the normalizer can turn one character into {factor}; at most {MAX_GROWTH} are "
                 "allowed, "
                 "because a short text could exhaust memory; do not use this file",
-                where=where,
+                where=source,
                 found=factor,
                 expected=MAX_GROWTH,
             )
         added = inner.num_special_tokens_to_add(True)
         if added > MAX_FRAME:
             raise TokenizerError(
-                f"{where}: the template puts {added:,} special tokens around two texts; at most {MAX_FRAME} are "
+                f"{source}: the template puts {added:,} special tokens around two texts; at most {MAX_FRAME} are "
                 "allowed, because they would leave no space for the texts; do not use this file",
-                where=where,
+                where=source,
                 found=added,
                 expected=MAX_FRAME,
             )
@@ -298,9 +298,9 @@ class Backend:
                 expected=len(texts),
             )
         if pairs is not None and special and self.pair_fault is not None:
-            raise TokenizerError(self.pair_fault, where=self.where)
+            raise TokenizerError(self.pair_fault, where=self.source)
         batch = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
-        with translated_errors(f"{self.where}: encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
+        with translated_errors(f"{self.source}: encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
             if len(batch) == 1 and not fast and not self.patterns:
                 # Starting threads for a batch takes as long as encoding one text.
                 pair = (batch[0], None) if pairs is None else batch[0]
@@ -335,7 +335,7 @@ class Backend:
         each: int = 1,
     ) -> list[tokenizers.Encoding]:
         if self.patterns:
-            return within_time(lambda: run(batch), characters(), self.patterns, self.where)
+            return within_time(lambda: run(batch), characters(), self.patterns, self.source)
         return over_threads(run, batch, each)
 
     @cached_property
@@ -354,7 +354,9 @@ class Backend:
                 def blocks(batch: list[Any], each: int) -> list[tokenizers.Encoding]:
                     return self._run(run, batch, lambda: _characters(texts), each)
 
-                with translated_errors(f"{self.where}: encoding", "the tokenizer cannot treat one of the texts", texts):
+                with translated_errors(
+                    f"{self.source}: encoding", "the tokenizer cannot treat one of the texts", texts
+                ):
                     found = in_blocks(texts, self._mark, blocks, cores())
                 if found is not None:
                     return found

@@ -110,15 +110,15 @@ def as_batch(text: Any, pair: Any, words: bool) -> tuple[Sequence[Any], Sequence
     return texts, pairs, single
 
 
-def as_lists(given: Any) -> tuple[dict[str, Any], str | None]:
+def as_lists(inputs: Any) -> tuple[dict[str, Any], str | None]:
     """Return the entries of encoded texts as lists, and "pt" or "np" if they were tensors or arrays.
 
     Args:
-        given: dictionary of entries, or a list of such mappings, one for each text.
+        inputs: dictionary of entries, or a list of such mappings, one for each text.
     """
-    if isinstance(given, (list, tuple)):
-        given = {key: [row[key] for row in given] for key in given[0]} if given else {"input_ids": []}
-    ids = given.get("input_ids")
+    if isinstance(inputs, (list, tuple)):
+        inputs = {key: [row[key] for row in inputs] for key in inputs[0]} if inputs else {"input_ids": []}
+    ids = inputs.get("input_ids")
     first = ids[0] if ids is not None and len(ids) else None
     kind = {"torch": "pt", "numpy": "np"}.get(type(first).__module__.partition(".")[0])
 
@@ -127,7 +127,7 @@ def as_lists(given: Any) -> tuple[dict[str, Any], str | None]:
             return value.tolist()
         return [plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
-    return {key: plain(value) for key, value in given.items()}, kind
+    return {key: plain(value) for key, value in inputs.items()}, kind
 
 
 def as_tensors(data: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def mark_of(inner: tokenizers.Tokenizer) -> Mark | None:
     added = sorted(inner.get_added_tokens_decoder().items())
     special = [(token.content, i) for i, token in added if token.special and token.content != unknown]
     # Texts do not contain the padding token.
-    special.sort(key=lambda found: "pad" not in found[0].lower())
+    special.sort(key=lambda entry: "pad" not in entry[0].lower())
     run = partial(inner.encode_batch_fast, is_pretokenized=True, add_special_tokens=False)
     for mark in special[:4]:
         alone = [encoding.ids for encoding in inner.encode_batch_fast(list(_PROBES), add_special_tokens=False)]

@@ -109,12 +109,12 @@ class Calls(Vocabulary):
         if self.settings.truncation_side == "left" or not self._backend.splits_at_spaces:
             return texts, pairs
 
-        def shorten(given: Sequence[str]) -> Sequence[str]:
+        def shorten(batch: Sequence[str]) -> Sequence[str]:
             # Prefixes are tokenized twice, which is faster than once for texts of many tokens only.
-            if max(map(len, given), default=0) <= _LONG_CHARS * (max_tokens + 1):
-                return given
+            if max(map(len, batch), default=0) <= _LONG_CHARS * (max_tokens + 1):
+                return batch
             # One token more than fits, so that the row still records a truncation.
-            return beginnings(given, max_tokens + 1, self._backend.flat)[0]
+            return beginnings(batch, max_tokens + 1, self._backend.flat)[0]
 
         firsts = texts if cut == "second" else shorten(texts)
         return firsts, pairs if cut == "first" or pairs is None else shorten(pairs)

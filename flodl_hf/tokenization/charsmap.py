@@ -30,7 +30,7 @@ def longest_replacement(data: bytes) -> int:
     return max(map(len, data[4 + size :].split(b"\0")), default=0)
 
 
-def check_definition(data: bytes, where: str) -> None:
+def check_definition(data: bytes, path: str) -> None:
     """Refuse the text of a ``tokenizer.json`` in which a trie is announced larger than its table.
 
     The tokenizers library allocates the announced memory without a check, and ends the process if there is not enough.
@@ -53,9 +53,9 @@ def check_definition(data: bytes, where: str) -> None:
         size = struct.unpack_from("<I", head)[0] if len(head) >= 4 else 0
         if 0 < len(table) < 8 or size > len(table):
             raise TokenizerError(
-                f"{where}: precompiled_charsmap announces a trie of {size:,} bytes and has "
+                f"{path}: precompiled_charsmap announces a trie of {size:,} bytes and has "
                 f"{len(table):,} characters in all; expected a whole table; fetch the file again",
-                where=where,
+                where=path,
                 found=size,
                 expected=len(table),
             )
@@ -72,12 +72,12 @@ def _tables(value: Any) -> Iterator[bytes]:
             yield from _tables(part)
 
 
-def check_table(data: bytes, where: str) -> None:
+def check_table(data: bytes, path: str) -> None:
     """Check the layout of a table, which the tokenizers library does not.
 
     Args:
         data: the compiled table, empty for none.
-        where: the file, for messages.
+        path: the file, for messages.
 
     Raises:
         TokenizerError: the table is damaged.
@@ -97,5 +97,5 @@ def check_table(data: bytes, where: str) -> None:
         fault = f"a replacement is longer than {_MAX_REPLACEMENT} bytes"
     if fault is not None:
         raise TokenizerError(
-            f"{where}: character map: {fault}, expected a whole table. Fetch the file again.", where=where, reason=fault
+            f"{path}: character map: {fault}, expected a whole table. Fetch the file again.", where=path, reason=fault
         )

@@ -81,11 +81,11 @@ def _lower(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
     return _switch(definition, "normalizer", [{"type": "Lowercase"}], value, before)
 
 
-def _accents(definition: Part, rules: FamilyTokenizer, kept: bool) -> list[Any]:
+def _accents(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
     if "accents unless kept" not in rules.steps:
         return []
     steps = [{"type": "NFKD"}, {"type": "StripAccents"}]
-    return [not state for state in _switch(definition, "normalizer", steps, not kept, ("Replace",))]
+    return [not state for state in _switch(definition, "normalizer", steps, not value, ("Replace",))]
 
 
 def _prefix(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:

@@ -23,14 +23,14 @@ MAX_GROWTH = 64
 
 @contextmanager
 def translated_errors(
-    where: str, remedy: str, texts: Sequence[Any] = (), pairs: Sequence[Any] | None = None
+    operation: str, remedy: str, texts: Sequence[Any] = (), pairs: Sequence[Any] | None = None
 ) -> Iterator[None]:
     """Convert every error of the block into a ``TokenizerError`` with its place and a remedy.
 
     A panic in the Rust code does not derive from ``Exception``, so ``except Exception`` would let it through.
 
     Args:
-        where: the operation, for messages.
+        operation: the operation or file, for messages.
         remedy: advice in the message.
         texts: inputs, checked only after a failure, to report the invalid one.
         pairs: second texts, checked in the same way.
@@ -45,8 +45,8 @@ def translated_errors(
             check_texts(pairs, "second text")
         reason = str(cause) or type(cause).__name__
         raise TokenizerError(
-            f"{where}: the tokenizers library failed: {printable(reason, 300)}; expected valid input; {remedy}",
-            where=where,
+            f"{operation}: the tokenizers library failed: {printable(reason, 300)}; expected valid input; {remedy}",
+            where=operation,
             reason=reason,
         ) from (cause if isinstance(cause, Exception) else None)
 
@@ -61,12 +61,12 @@ def check_texts(texts: Sequence[Any], kind: str) -> None:
             check_text(text, f"{kind} {index}")
 
 
-def check_text(text: Any, where: str) -> None:
+def check_text(text: Any, name: str) -> None:
     """Raise ``TokenizerError`` if ``text`` is not a string, or contains half of a surrogate pair."""
     if not isinstance(text, str):
         raise TokenizerError(
-            f"{where}: found {type(text).__name__}, expected str; decode bytes, and drop or fill missing values first",
-            where=where,
+            f"{name}: found {type(text).__name__}, expected str; decode bytes, and drop or fill missing values first",
+            where=name,
             found=type(text).__name__,
             expected="str",
         )
@@ -75,11 +75,11 @@ def check_text(text: Any, where: str) -> None:
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         raise TokenizerError(
-            f"{where}: character {error.start} is the lone surrogate U+{code:04X}, which is no "
+            f"{name}: character {error.start} is the lone surrogate U+{code:04X}, which is no "
             "character; expected text that can be encoded; "
             "repair the decoding that made it, or replace it: "
             "text.encode('utf-8', 'replace').decode('utf-8')",
-            where=where,
+            where=name,
             position=error.start,
             found=f"U+{code:04X}",
         ) from None

@@ -13,22 +13,22 @@ from flodl_hf.tokenization.source import decode_text
 _MAX_ID = 10_000_000
 
 
-def _lines(data: bytes, where: str) -> list[str]:
+def _lines(data: bytes, path: str) -> list[str]:
     # Only line feeds end a line: vocabularies contain characters at which str.splitlines would split.
-    lines = decode_text(data, where).replace("\r\n", "\n").split("\n")
+    lines = decode_text(data, path).replace("\r\n", "\n").split("\n")
     while lines and not lines[-1]:
         lines.pop()
     return lines
 
 
-def _raise(where: str, faults: list[str], remedy: str) -> None:
+def _raise(path: str, faults: list[str], remedy: str) -> None:
     if faults:
         raise TokenizerError(
-            f"{where}: {len(faults)} faults:\n{capped(faults, 10)}\n{remedy}", where=where, problems=faults
+            f"{path}: {len(faults)} faults:\n{capped(faults, 10)}\n{remedy}", where=path, problems=faults
         )
 
 
-def read_vocab_txt(data: bytes, where: str) -> dict[str, int]:
+def read_vocab_txt(data: bytes, path: str) -> dict[str, int]:
     """Return token to id from a file with one token a line, the first being id 0.
 
     A token that occurs twice has the id of its last line, as in transformers.
@@ -36,13 +36,13 @@ def read_vocab_txt(data: bytes, where: str) -> dict[str, int]:
     Raises:
         TokenizerError: if the file is empty.
     """
-    lines = _lines(data, where)
+    lines = _lines(data, path)
     if not lines:
-        _raise(where, ["the file is empty"], "expected a token on each line; fetch the file again")
+        _raise(path, ["the file is empty"], "expected a token on each line; fetch the file again")
     return {token: number for number, token in enumerate(lines)}
 
 
-def read_fairseq(data: bytes, where: str, first: Sequence[str]) -> dict[str, int]:
+def read_fairseq(data: bytes, path: str, first: Sequence[str]) -> dict[str, int]:
     """Return token to id from a file with a token and its count on each line, numbered after ``first``.
 
     Raises:
@@ -50,16 +50,16 @@ def read_fairseq(data: bytes, where: str, first: Sequence[str]) -> dict[str, int
     """
     vocab = {token: number for number, token in enumerate(first)}
     faults = []
-    for number, line in enumerate(_lines(data, where), start=1):
+    for number, line in enumerate(_lines(data, path), start=1):
         token, space, _ = line.strip().rpartition(" ")
         if not space:
             faults.append(f"line {number}: {printable(line, 40)} is not a token and its count")
         vocab[token] = len(vocab)
-    _raise(where, faults, "expected the vocabulary of fairseq; fetch the file again, or correct tokenizer_class")
+    _raise(path, faults, "expected the vocabulary of fairseq; fetch the file again, or correct tokenizer_class")
     return vocab
 
 
-def read_vocab_json(data: bytes, where: str) -> dict[str, int]:
+def read_vocab_json(data: bytes, path: str) -> dict[str, int]:
     """Return token to id from a JSON object.
 
     Raises:
@@ -76,16 +76,16 @@ def read_vocab_json(data: bytes, where: str) -> dict[str, int]:
         return out
 
     try:
-        value = json.loads(decode_text(data, where), object_pairs_hook=pairs)
+        value = json.loads(decode_text(data, path), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(
-            f"{where}: not valid JSON: {printable(str(error))}; expected an object of tokens and ids; fetch it again",
-            where=where,
+            f"{path}: not valid JSON: {printable(str(error))}; expected an object of tokens and ids; fetch it again",
+            where=path,
         ) from error
     if not isinstance(value, dict) or not value:
         raise TokenizerError(
-            f"{where}: expected an object of tokens and ids, found {type(value).__name__}; fetch the file again",
-            where=where,
+            f"{path}: expected an object of tokens and ids, found {type(value).__name__}; fetch the file again",
+            where=path,
         )
     owner: dict[int, str] = {}
     for token, number in value.items():
@@ -95,16 +95,16 @@ def read_vocab_json(data: bytes, where: str) -> dict[str, int]:
             faults.append(f"{printable(token, 40)} and {printable(owner[number], 40)} both have id {number}")
         else:
             owner[number] = token
-    _raise(where, faults, f"expected distinct numbers from 0 to {_MAX_ID - 1}; fetch the file again")
+    _raise(path, faults, f"expected distinct numbers from 0 to {_MAX_ID - 1}; fetch the file again")
     return {token: number for number, token in owner.items()}
 
 
-def read_merges(data: bytes, where: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+def read_merges(data: bytes, path: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the merges of byte-level BPE in order of rank.
 
     Args:
         data: contents of ``merges.txt``.
-        where: its name, for messages.
+        path: its name, for messages.
         vocab: token to id; both parts and their union must be in it.
 
     Raises:
@@ -112,7 +112,7 @@ def read_merges(data: bytes, where: str, vocab: Mapping[str, int]) -> list[tuple
     """
     merges: list[tuple[str, str]] = []
     faults = []
-    for number, line in enumerate(_lines(data, where), start=1):
+    for number, line in enumerate(_lines(data, path), start=1):
         if number == 1 and line.startswith("#version"):
             continue
         parts = line.split(" ")
@@ -124,7 +124,7 @@ def read_merges(data: bytes, where: str, vocab: Mapping[str, int]) -> list[tuple
             faults.append(f"line {number}: {printable(unknown[0], 40)} is not in the vocabulary")
         merges.append((parts[0], parts[1]))
     _raise(
-        where,
+        path,
         faults,
         "expected two tokens of vocab.json on each line; fetch vocab.json and merges.txt from the same place",
     )

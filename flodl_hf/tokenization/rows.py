@@ -133,23 +133,23 @@ def _plan_evenly(
     return (text, start, stop) if side == "right" else (text, sizes[text] - stop, sizes[text] - start)
 
 
-def _span(row: Row, sequence: int, where: str) -> tuple[int, int]:
+def _span(row: Row, sequence: int, name: str) -> tuple[int, int]:
     """Return the half-open token range of one text within ``row``."""
     count = row.sequence_ids.count(sequence)
     if not count:
         return (0, 0)
     start = row.sequence_ids.index(sequence)
     if any(found != sequence for found in row.sequence_ids[start : start + count]):
-        raise divided_text(where)
+        raise divided_text(name)
     return start, start + count
 
 
-def divided_text(where: str) -> TokenizerError:
+def divided_text(name: str) -> TokenizerError:
     """Return the error about a text that contains special tokens of the template."""
     return TokenizerError(
-        f"{where}: the tokenizer's template puts special tokens inside a text, which cannot be cut into windows; "
+        f"{name}: the tokenizer's template puts special tokens inside a text, which cannot be cut into windows; "
         "pass a shorter text, or raise max_tokens",
-        where=where,
+        where=name,
     )
 
 
@@ -163,11 +163,11 @@ def _slice(row: Row, keep: list[range], window: int, first: int, last: int, trun
     return Row(**parts, window=window, first_token=first, last_token=last, truncated=truncated)
 
 
-def too_long(where: str, total: int, max_tokens: int, uncut: int | None = -1) -> TextTooLongError:
+def too_long(name: str, total: int, max_tokens: int, uncut: int | None = -1) -> TextTooLongError:
     """Return the error about a text that does not fit.
 
     Args:
-        where: name of the text.
+        name: name of the text.
         total: its tokens, specials included.
         max_tokens: how many fit.
         uncut: tokens that are not to be cut; None if the specials alone do not fit; -1 if truncation is off.
@@ -184,8 +184,8 @@ def too_long(where: str, total: int, max_tokens: int, uncut: int | None = -1) ->
             "shorten it, or pass another long_texts (server: truncate or windows)",
         )
     return TextTooLongError(
-        f"{where}: {total} tokens with special tokens, {why}; at most {max_tokens} fit; {remedy}",
-        where=where,
+        f"{name}: {total} tokens with special tokens, {why}; at most {max_tokens} fit; {remedy}",
+        where=name,
         found=total,
         expected=max_tokens,
     )

@@ -60,80 +60,80 @@ class SentencePieceModel:
         return next(i for i, piece in enumerate(self.pieces) if piece.kind == UNKNOWN)
 
 
-def _fault(where: str, what: str) -> TokenizerError:
+def _fault(source: str, what: str) -> TokenizerError:
     return TokenizerError(
-        f"{where}: {what}; expected a sentencepiece model, and the file is damaged or none; fetch it again",
-        where=where,
+        f"{source}: {what}; expected a sentencepiece model, and the file is damaged or none; fetch it again",
+        where=source,
         reason=what,
     )
 
 
-def _varint(data: bytes, at: int, where: str) -> tuple[int, int]:
+def _varint(data: bytes, at: int, source: str) -> tuple[int, int]:
     """Return the number at a position, and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
-            raise _fault(where, "a number is cut off")
+            raise _fault(source, "a number is cut off")
         byte = data[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-    raise _fault(where, "a number is longer than ten bytes")
+    raise _fault(source, "a number is longer than ten bytes")
 
 
-def _fields(data: bytes, where: str) -> Iterator[tuple[int, Value]]:
+def _fields(data: bytes, source: str) -> Iterator[tuple[int, Value]]:
     """Yield field number and value of a message: int for varints, float for 32 bits, bytes for the rest."""
     at = 0
     while at < len(data):
-        key, at = _varint(data, at, where)
+        key, at = _varint(data, at, source)
         number, wire = key >> 3, key & 7
         if number == 0:
-            raise _fault(where, "field number 0")
+            raise _fault(source, "field number 0")
         if wire not in (0, 1, 2, 5):
-            raise _fault(where, f"wire type {wire}")
+            raise _fault(source, f"wire type {wire}")
         size = {1: 8, 5: 4}.get(wire, 0)
         if not size:
-            size, at = _varint(data, at, where)
+            size, at = _varint(data, at, source)
         if wire == 0:
             yield number, size
             continue
         if size > len(data) - at:
-            raise _fault(where, f"{size} bytes are announced and {len(data) - at} are left")
+            raise _fault(source, f"{size} bytes are announced and {len(data) - at} are left")
         part = data[at : at + size]
         at += size
         yield number, struct.unpack("<f", part)[0] if wire == 5 else part
 
 
-def _piece(data: bytes, where: str) -> Piece:
+def _piece(data: bytes, source: str) -> Piece:
     text, score, kind = "", 0.0, NORMAL
-    for number, value in _fields(data, where):
+    for number, value in _fields(data, source):
         if number == 1 and isinstance(value, bytes):
             try:
                 text = value.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise _fault(where, "a piece is not UTF-8") from error
+                raise _fault(source, "a piece is not UTF-8") from error
         elif number == 2 and isinstance(value, float):
             score = value
         elif number == 3 and isinstance(value, int):
             kind = value
         elif number in (1, 2, 3):
-            raise _fault(where, f"field {number} of a piece has the wrong type")
+            raise _fault(source, f"field {number} of a piece has the wrong type")
     if not text:
-        raise _fault(where, "a piece is empty")
+        raise _fault(source, "a piece is empty")
     if not math.isfinite(score):
-        raise _fault(where, f"the score of {printable(text, 40)} is {score}")
+        raise _fault(source, f"the score of {printable(text, 40)} is {score}")
     if not NORMAL <= kind <= BYTE:
-        raise _fault(where, f"the type of {printable(text, 40)} is {kind}")
+        raise _fault(source, f"the type of {printable(text, 40)} is {kind}")
     return Piece(text, score, kind)
 
 
-def read_model(data: bytes, where: str) -> SentencePieceModel:
+def read_model(data: bytes, source: str) -> SentencePieceModel:
     """Return the model in the bytes of a sentencepiece file.
 
     Args:
         data: contents of the file.
-        where: its name, for messages.
+        source: its name, for messages.
 
     Raises:
         TokenizerError: if the file is damaged or not supported.
@@ -141,34 +141,34 @@ def read_model(data: bytes, where: str) -> SentencePieceModel:
     pieces: list[Piece] = []
     trainer: dict[int, Value] = {}
     normalizer: dict[int, Value] | None = None
-    for number, value in _fields(data, where):
+    for number, value in _fields(data, source):
         if number > 5:
             continue
         if not isinstance(value, bytes):
-            raise _fault(where, f"field {number} has the wrong type")
+            raise _fault(source, f"field {number} has the wrong type")
         if number == 1:
             if len(pieces) == _MAX_PIECES:
-                raise _fault(where, f"more than {_MAX_PIECES} pieces")
-            pieces.append(_piece(value, f"{where}, piece {len(pieces)}"))
+                raise _fault(source, f"more than {_MAX_PIECES} pieces")
+            pieces.append(_piece(value, f"{source}, piece {len(pieces)}"))
         elif number == 2:
-            trainer = dict(_fields(value, f"{where}, trainer settings"))
+            trainer = dict(_fields(value, f"{source}, trainer settings"))
         elif number == 3:
-            normalizer = dict(_fields(value, f"{where}, normalizer settings"))
+            normalizer = dict(_fields(value, f"{source}, normalizer settings"))
     if not pieces:
-        raise _fault(where, "there are no pieces")
+        raise _fault(source, "there are no pieces")
     if normalizer is None:
-        raise _fault(where, "the normalizer settings are missing")
+        raise _fault(source, "the normalizer settings are missing")
     unknown = [piece.text for piece in pieces if piece.kind == UNKNOWN]
     if len(unknown) != 1:
-        raise _fault(where, f"there are {len(unknown)} unknown pieces, expected 1")
+        raise _fault(source, f"there are {len(unknown)} unknown pieces, expected 1")
     texts = {piece.text for piece in pieces}
     if len(texts) != len(pieces):
-        raise _fault(where, f"{len(pieces) - len(texts)} pieces occur more than once")
+        raise _fault(source, f"{len(pieces) - len(texts)} pieces occur more than once")
 
     algorithm = trainer.get(3, UNIGRAM)
     charsmap = normalizer.get(2, b"")
     if not isinstance(charsmap, bytes):
-        raise _fault(where, "the character map has the wrong type")
+        raise _fault(source, "the character map has the wrong type")
     unsupported = []
     if algorithm not in (UNIGRAM, BPE):
         unsupported.append(f"the {_ALGORITHMS.get(int(algorithm), algorithm)!s} algorithm")
@@ -178,9 +178,9 @@ def read_model(data: bytes, where: str) -> SentencePieceModel:
         unsupported.append("plain spaces in pieces (escape_whitespaces false)")
     if unsupported:
         raise TokenizerError(
-            f"{where}: uses {' and '.join(unsupported)}, expected unigram or BPE with spaces as U+2581; "
+            f"{source}: uses {' and '.join(unsupported)}, expected unigram or BPE with spaces as U+2581; "
             "save it as tokenizer.json with the tool that created it, and load that file",
-            where=where,
+            where=source,
             found=unsupported,
         )
     return SentencePieceModel(

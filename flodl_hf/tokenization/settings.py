@@ -202,21 +202,21 @@ def extra_tokens(*sources: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _side(config: Mapping[str, Any], key: str, where: str, default: str = "right") -> Side:
+def _side(config: Mapping[str, Any], key: str, path: str, default: str = "right") -> Side:
     value = config.get(key, default)
     if value not in ("left", "right"):
         raise TokenizerError(
-            f"{where}: {key} is {shown(value, 60)}, expected 'left' or "
+            f"{path}: {key} is {shown(value, 60)}, expected 'left' or "
             f"'right'{nearest(str(value), ('left', 'right'))}; "
             "correct the file",
-            where=where,
+            where=path,
             field=key,
             found=value,
         )
     return value
 
 
-def _max_length(config: Mapping[str, Any], where: str) -> int | None:
+def _max_length(config: Mapping[str, Any], path: str) -> int | None:
     # Files of transformers 2 have the old name.
     field = "model_max_length" if config.get("model_max_length") is not None else "max_len"
     value = config.get(field)
@@ -224,8 +224,8 @@ def _max_length(config: Mapping[str, Any], where: str) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != int(value):
         raise TokenizerError(
-            f"{where}: {field} is {shown(value, 60)}, expected a positive number of tokens; correct the file",
-            where=where,
+            f"{path}: {field} is {shown(value, 60)}, expected a positive number of tokens; correct the file",
+            where=path,
             field=field,
             found=value,
         )

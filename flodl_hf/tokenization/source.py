@@ -69,7 +69,7 @@ def with_settings(files: Mapping[str, bytes], changes: Mapping[str, Any], folder
     return found
 
 
-def decode_text(data: bytes, where: str) -> str:
+def decode_text(data: bytes, path: str) -> str:
     """Return the text in ``data``.
 
     Raises:
@@ -79,31 +79,31 @@ def decode_text(data: bytes, where: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TokenizerError(
-            f"{where}: byte {error.start} is not UTF-8; expected UTF-8 text; save the file so, or fetch it again",
-            where=where,
+            f"{path}: byte {error.start} is not UTF-8; expected UTF-8 text; save the file so, or fetch it again",
+            where=path,
         ) from error
 
 
-def parse_json(data: bytes, where: str) -> dict[str, Any]:
+def parse_json(data: bytes, path: str) -> dict[str, Any]:
     """Return the JSON object in ``data``.
 
     Raises:
         TokenizerError: if it is not UTF-8, not JSON, nested too deeply, or not an object.
     """
-    text = decode_text(data, where)
+    text = decode_text(data, path)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise TokenizerError(
-            f"{where}: not valid JSON: {printable(reason)}; expected an object; fetch the file again",
-            where=where,
+            f"{path}: not valid JSON: {printable(reason)}; expected an object; fetch the file again",
+            where=path,
             reason=reason,
         ) from error
     if not isinstance(value, dict):
         raise TokenizerError(
-            f"{where}: found a JSON {type(value).__name__}, expected an object; fetch the file again",
-            where=where,
+            f"{path}: found a JSON {type(value).__name__}, expected an object; fetch the file again",
+            where=path,
         )
     return value
 

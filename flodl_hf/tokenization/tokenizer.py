@@ -360,8 +360,8 @@ class Tokenizer(Calls):
 
 
 def _restore(
-    kind: type[Tokenizer], text: str | None, given: dict[str, Any], sections: tuple[Any, Any], overridden: bool
+    kind: type[Tokenizer], text: str | None, arguments: dict[str, Any], sections: tuple[Any, Any], overridden: bool
 ) -> Tokenizer:
     if text is None:
-        return kind.from_files(**given)
-    return kind(with_sections(text, *sections), **given, overridden=overridden)
+        return kind.from_files(**arguments)
+    return kind(with_sections(text, *sections), **arguments, overridden=overridden)

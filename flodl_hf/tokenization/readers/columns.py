@@ -63,13 +63,13 @@ class Columns:
     answers: str | None = None
 
 
-def infer_columns(rows: Sequence[Mapping[str, Any]], named: str | None = None, /, **said: str | None) -> Columns:
+def infer_columns(rows: Sequence[Mapping[str, Any]], named: str | None = None, /, **roles: str | None) -> Columns:
     """Return the roles of the columns of ``rows``.
 
     Args:
         rows: some rows, for example the first hundred.
         named: the task that the caller named; masked words train on a text, and ignore other columns.
-        **said: the caller's columns, by role: ``text="headline"``.
+        **roles: the caller's columns, by role: ``text="headline"``.
 
     Raises:
         DataError: there are no rows, a named column is absent, or no task can be read off the columns.
@@ -80,12 +80,12 @@ def infer_columns(rows: Sequence[Mapping[str, Any]], named: str | None = None, /
     wrong = [
         f"{role}={name!r}"
         + (nearest(str(name), names) if role in NAMES else f": no such role, known are {list(NAMES)}")
-        for role, name in said.items()
+        for role, name in roles.items()
         if role not in NAMES or (name is not None and name not in names and not any(name in row for row in rows))
     ]
     if wrong:
         raise DataError(f"columns: {'; '.join(wrong)}; the data has columns {names}", names=names, problems=wrong)
-    found = {role: name for role, name in said.items() if name is not None}
+    found = {role: name for role, name in roles.items() if name is not None}
     if not found and named is None:
         _refuse_pairs(names)
 
@@ -174,26 +174,26 @@ def data_columns(names: Iterable[str]) -> list[str]:
 _ROW_NUMBERS = re.compile(r"Unnamed: \d+(\.\d+)*|__index_level_\d+__")
 
 
-def _meant(name: str, said: Mapping[str, str]) -> str:
+def _meant(name: str, roles: Mapping[str, str]) -> str:
     """Return which known name a column's may be a misspelling of, as a question; an empty text where none is near."""
     known = {word for words in NAMES.values() for word in words}
     plain = name.lower().strip()
-    close = [] if plain in known or name in said.values() else get_close_matches(plain, sorted(known), 1, cutoff=0.75)
+    close = [] if plain in known or name in roles.values() else get_close_matches(plain, sorted(known), 1, cutoff=0.75)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-def pair_columns(rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | None, where: str) -> Columns:
+def pair_columns(rows: Sequence[Mapping[str, Any]], roles: Mapping[str, str] | None, table: str) -> Columns:
     """Return the columns of two texts that may belong together, and the label if there is one.
 
     Args:
         rows: the table.
-        said: columns by role: text, text_pair, label.
-        where: name of the caller, for messages.
+        roles: columns by role: text, text_pair, label.
+        table: name of the caller, for messages.
 
     Raises:
         DataError: a named column is absent, or there are no two texts.
     """
-    names, asked = column_names(rows[:1]), dict(said or {})
+    names, asked = column_names(rows[:1]), dict(roles or {})
     wrong = [f"{role}={name!r}" for role, name in asked.items() if role not in PAIR_NAMES or name not in rows[0]]
     if wrong:
         raise DataError(
@@ -210,7 +210,7 @@ def pair_columns(rows: Sequence[Mapping[str, Any]], said: Mapping[str, str] | No
         found |= {"text": texts[0], "text_pair": texts[1]}
     if found["text"] is None or found["text_pair"] is None:
         raise DataError(
-            f"{where}: which of the columns {names} contain two texts is not clear; expected text and text_pair (or "
+            f"{table}: which of the columns {names} contain two texts is not clear; expected text and text_pair (or "
             "sentence1 and sentence2, sentence_a and sentence_b), with or without a label; or specify the roles: "
             "columns={'text': ..., 'text_pair': ...}",
             names=names,

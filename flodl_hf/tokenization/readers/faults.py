@@ -25,19 +25,19 @@ class Faults:
         self.problems: list[str] = []
         self.count = 0
 
-    def add(self, fault: str, *, line: int | None = None, place: str = "file") -> None:
+    def add(self, fault: str, *, line: int | None = None, location: str = "file") -> None:
         """Add a fault.
 
         Args:
             fault: "found ..., expected ...".
             line: line of the fault.
-            place: place of a fault that has no line.
+            location: place of a fault that has no line.
         """
         self.count += 1
         if self.count == 1:
             self.first_line = line
         if len(self.problems) < MAX_PROBLEMS:
-            self.problems.append(f"{place if line is None else f'line {line}'}: {fault}")
+            self.problems.append(f"{location if line is None else f'line {line}'}: {fault}")
 
     def check(self, advice: str) -> None:
         """Raise an error if there are faults.
@@ -59,7 +59,7 @@ class Faults:
         )
 
 
-def check_texts(rows: Sequence[Mapping[str, Any]], column: str, where: str) -> None:
+def check_texts(rows: Sequence[Mapping[str, Any]], column: str, source: str) -> None:
     """Refuse a column with values that are no texts.
 
     Raises:
@@ -70,14 +70,14 @@ def check_texts(rows: Sequence[Mapping[str, Any]], column: str, where: str) -> N
         for i, row in enumerate(rows)
         if not isinstance(row.get(column), str)
     ]
-    refuse_rows(where, f"column {column!r} has values that are no texts", wrong, "a text in each", column=column)
+    refuse_rows(source, f"column {column!r} has values that are no texts", wrong, "a text in each", column=column)
 
 
-def refuse_rows(where: str, what: str, wrong: Sequence[str], expected: str, **details: Any) -> None:
+def refuse_rows(source: str, what: str, wrong: Sequence[str], expected: str, **details: Any) -> None:
     """Raise an error if some rows are wrong.
 
     Args:
-        where: what the rows are, such as "train".
+        source: what the rows are, such as "train".
         what: the fault.
         wrong: rows with their values; empty for no fault.
         expected: the right values.
@@ -87,5 +87,5 @@ def refuse_rows(where: str, what: str, wrong: Sequence[str], expected: str, **de
         DataError: with ``wrong`` as ``problems``.
     """
     if wrong:
-        text = f"{where}: {what}:\n{capped(wrong, 5)}\nexpected {expected}"
+        text = f"{source}: {what}:\n{capped(wrong, 5)}\nexpected {expected}"
         raise DataError(text, problems=list(wrong), **details)

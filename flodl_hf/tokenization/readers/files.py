@@ -166,7 +166,7 @@ def _read_json(path: Path, kind: str) -> Iterator[dict[str, Any]]:
         raise faults.error("Check the format of the file.")
     for number, row in enumerate(content):
         if not isinstance(row, dict):
-            faults.add(f"found {type(row).__name__}, expected an object", place=f"item {number}")
+            faults.add(f"found {type(row).__name__}, expected an object", location=f"item {number}")
         elif not faults.count:
             yield row
     faults.check("The file needs a list of objects, one for each row.")
@@ -260,7 +260,7 @@ def read_squad(content: Any, path: str | Path) -> Iterator[dict[str, Any]]:
                     continue
                 name = str(question.get("id", here))
                 if name in ids:
-                    faults.add(f"found the id {printable(name)} again, expected a unique id", place=here)
+                    faults.add(f"found the id {printable(name)} again, expected a unique id", location=here)
                 ids.add(name)
                 is_impossible = bool(question.get("is_impossible", False))
                 rows.append(
@@ -277,40 +277,42 @@ def read_squad(content: Any, path: str | Path) -> Iterator[dict[str, Any]]:
     yield from rows
 
 
-def _answers(question: dict[str, Any], context: str, where: str, faults: Faults) -> dict[str, list[Any]]:
+def _answers(question: dict[str, Any], context: str, location: str, faults: Faults) -> dict[str, list[Any]]:
     texts: list[str] = []
     starts: list[int] = []
-    for answer, here in _items(question, "answers", where, faults, required=False):
+    for answer, here in _items(question, "answers", location, faults, required=False):
         text = _text(answer, "text", here, faults)
         start = answer.get("answer_start") if isinstance(answer, dict) else None
         if text is None:
             continue
         if not isinstance(start, int) or isinstance(start, bool):
-            faults.add(f"found answer_start {start!r}, expected an integer", place=here)
+            faults.add(f"found answer_start {start!r}, expected an integer", location=here)
         elif start < 0 or context[start : start + len(text)] != text:
             found = printable(context[max(start, 0) : max(start, 0) + len(text)], 40)
-            faults.add(f"found {found} at character {start}, expected {printable(text, 40)}", place=here)
+            faults.add(f"found {found} at character {start}, expected {printable(text, 40)}", location=here)
         else:
             texts.append(text)
             starts.append(start)
     return {"text": texts, "answer_start": starts}
 
 
-def _items(record: Any, name: str, where: str, faults: Faults, *, required: bool = True) -> Iterator[tuple[Any, str]]:
-    """Yield the items of the list ``record[name]``, each with its place."""
+def _items(
+    record: Any, name: str, location: str, faults: Faults, *, required: bool = True
+) -> Iterator[tuple[Any, str]]:
+    """Yield the items of the list ``record[name]``, each with its location."""
     value = record.get(name) if isinstance(record, dict) else None
-    path = f"{where}.{name}" if where else name
+    path = f"{location}.{name}" if location else name
     if isinstance(value, list):
         yield from ((item, f"{path}[{k}]") for k, item in enumerate(value))
     elif required or value is not None:
-        faults.add(f"found {type(value).__name__}, expected a list", place=path)
+        faults.add(f"found {type(value).__name__}, expected a list", location=path)
 
 
-def _text(record: Any, name: str, where: str, faults: Faults) -> str | None:
+def _text(record: Any, name: str, location: str, faults: Faults) -> str | None:
     value = record.get(name) if isinstance(record, dict) else None
     if isinstance(value, str):
         return value
-    faults.add(f"found {type(value).__name__}, expected a text", place=f"{where}.{name}")
+    faults.add(f"found {type(value).__name__}, expected a text", location=f"{location}.{name}")
     return None
 
 
