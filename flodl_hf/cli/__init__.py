@@ -15,10 +15,8 @@ STARTED = time.perf_counter()
 
 def main() -> None:
     """Run the command line."""
-    if _trains_on_several(sys.argv[1:]) and "RANK" not in os.environ:
-        from flodl.fork_server import prepare_ranks
-
-        prepare_ranks("flodl_hf.training.run")
+    if "RANK" not in os.environ:
+        _start_ranks(sys.argv[1:])
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
@@ -47,10 +45,18 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-def _trains_on_several(words: list[str]) -> bool:
-    """Return whether a command line names several devices to train on."""
-    if words[:1] != ["finetune"]:
-        return False
+def _start_ranks(words: list[str]) -> None:
+    """Start the other processes of a command that names several devices, which import modules meanwhile."""
     flags = [part for word in words for part in word.split("=", 1)]
     values = [value for flag, value in pairwise(flags) if flag in ("--devices", "--device")]
-    return any("," in value or (value.isdecimal() and int(value) > 1) for value in values)
+    names = values[-1].split(",") if values else []
+    if values and values[-1].isdecimal():
+        names = [f"cuda:{number}" for number in range(int(values[-1]))]
+    if words[:1] == ["finetune"] and len(names) > 1:
+        from flodl.fork_server import prepare_ranks
+
+        prepare_ranks("flodl_hf.training.run")
+    elif words[:1] == ["predict"] and "--in" in flags and os.path.exists("/dev/nvidiactl"):
+        from flodl_hf.workers.process import start_early
+
+        start_early("flodl_hf.jobs.file:serve", names)

@@ -123,17 +123,22 @@ def predict_file(
     parts = Parts(out, kind)
     if overwrite and rank.rank == 0:
         parts.clear()
-    if isinstance(model, (str, os.PathLike)):
-        from flodl_hf.checkpoints.hub.folders import expect_tokenizer
-        from flodl_hf.heads.auto import load
-
-        expect_tokenizer(model, "predict_file")
-        hub = {"revision": revision, "local_files_only": local_files_only}
-        model = load(str(model), head=head, device=device or rank.device, weights=weights, **hub)
-    model._ready("predict_file", untrained=bool(options.get("untrained")))
-    columns = ColumnArgs(**{name: job[name] for name in ColumnArgs.__dataclass_fields__})
     run: Run | None = None
+    workers: Workers | None = None
     with ExitStack() as stack:
+        if isinstance(model, (str, os.PathLike)):
+            from flodl_hf.checkpoints.hub.folders import expect_tokenizer
+            from flodl_hf.heads.auto import load
+
+            expect_tokenizer(model, "predict_file")
+            if len(names) > 1:  # they load the model at the same time
+                paths = {name: os.fspath(job[name]) for name in ("model", "source", "target")}
+                workers = Workers({**job, **paths}, names)
+                stack.callback(workers.stop)
+            hub = {"revision": revision, "local_files_only": local_files_only}
+            model = load(str(model), head=head, device=device or rank.device, weights=weights, **hub)
+        model._ready("predict_file", untrained=bool(options.get("untrained")))
+        columns = ColumnArgs(**{name: job[name] for name in ColumnArgs.__dataclass_fields__})
         heart = Heartbeat(parts, rank, lambda: {} if run is None else run.figures())
         if rank.rank:
             stack.enter_context(heart)
@@ -152,11 +157,6 @@ def predict_file(
             if rank.world == 1:
                 stack.callback(parts.drop_if_empty)
             parts.begin(plan.identity, plan.part_rows, replace=overwrite)
-        workers: Workers | None = None
-        if len(names) > 1:
-            paths = {name: os.fspath(job[name]) for name in ("model", "source", "target")}
-            workers = Workers({**job, **paths}, names)
-            stack.callback(workers.stop)
         again = None if str(path) == STDIN else lambda: plan.open(open_rows(source, format, header))
         run = Run(
             plan, rank, parts, plan.open(rows), reopen=again, on_progress=on_progress, should_stop=should_stop,

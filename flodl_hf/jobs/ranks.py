@@ -21,7 +21,7 @@ from flodl.errors import DeviceError
 from flodl_hf.errors import PredictError
 from flodl_hf.jobs.parts import Parts
 from flodl_hf.workers.pool import Worker
-from flodl_hf.workers.process import Process
+from flodl_hf.workers.process import EARLY, rank_process
 
 PULSE_S = 1.0
 SEEK_S = 0.05  # interval of checks for other ranks
@@ -229,14 +229,15 @@ class Workers:
 
     def __init__(self, job: Mapping[str, Any], devices: Sequence[str]) -> None:
         self._threads = torch.get_num_threads()
-        env = {"WORLD_SIZE": str(len(devices))}
+        env = {}
         if all(name.startswith("cpu") for name in devices):
             torch.set_num_threads(max(1, self._threads // len(devices)))
             env["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         self._running: list[Worker] = []
+        early = [EARLY.pop(0) for _ in devices[1:]] if len(EARLY) == len(devices) - 1 else []
         for rank, device in enumerate(devices[1:], 1):
-            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._running.append(Worker(Process(RANK, f"rank {rank}", env=env | numbers)))
+            process = early[rank - 1] if early else rank_process(RANK, rank, len(devices), env=env)
+            self._running.append(Worker(process))
             self._running[-1].send({**job, "device": device})
 
     def check(self, again: str = "run the same command again") -> None:

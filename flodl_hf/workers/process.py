@@ -109,3 +109,28 @@ class Process:
             name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
             how = f"ended by {name}" + (", as when memory is exhausted" if status == -signal.SIGKILL else "")
         return f"{how}: {self.reason}" if self.reason else how
+
+
+EARLY: list[Process] = []
+"""Ranks 1, 2, ... of a file job that were started before the job."""
+
+
+def start_early(target: str, devices: Sequence[str]) -> None:
+    """Start a process for each CUDA device but the first, before this process imports torch.
+
+    Args:
+        target: see `flodl_hf.workers.child.main`; it waits for its job.
+        devices: the devices, such as ``cuda:0``; nothing is started unless all have this form.
+    """
+    if not all(name.startswith("cuda:") and name[5:].isdecimal() for name in devices):
+        return
+    for rank, device in enumerate(devices[1:], 1):
+        EARLY.append(rank_process(target, rank, len(devices), cuda=int(device[5:])))
+
+
+def rank_process(
+    target: str, rank: int, world: int, *, env: Mapping[str, str] | None = None, cuda: int | None = None
+) -> Process:
+    """Start a rank of a file job; it gets its number by the variables of torchrun."""
+    numbers = {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return Process(target, f"rank {rank}", env={**(env or {}), **numbers}, cuda=cuda)
