@@ -7,9 +7,9 @@ Requests: endpoint (one HTTP request), routes/ (one file for each API convention
 shared_counters (current requests of all processes), http_errors (error responses), response_encoding (JSON, npy, Arrow,
 MessagePack), openapi, metrics (Prometheus, and of each request), traces (OpenTelemetry).
 
-Workers: workers (requests to worker processes), worker_processes (their start and replacement), worker (a worker
-process), thread_pool (its threads), request (one request in it), batching (its queue), tasks (model calls), throughput
-(speed of the device), adapters and adapter_models. `flodl_hf.workers` has processes, connections and messages.
+Workers: workers (requests to worker processes), worker_processes (their start and replacement, and the folders of
+adapters), worker (a worker process and its threads), request (one request in it), batching (its queue), tasks (model
+calls), throughput (speed of the device), adapter_models. `flodl_hf.workers` has processes, connections and messages.
 
 Other servers: triton_server; `flodl_hf.jobs.ray.deployment`. Client: client/.
 

@@ -171,8 +171,11 @@ class Batcher:
             request.tokenized_s = time.perf_counter() - request.started
         request.rows += len(table)
         request.tokens += int(ends[-1])
+        self._models[id(model), options] = (model, options)
         if self._claimed(int(ends[-1])):
-            self._run_directly(_QueuedRows(request, table, places, pending, ends, 0.0), (model, options), work)
+            rows = _QueuedRows(request, table, places, pending, ends, 0.0)
+            self._start((id(model), options, work), [_BatchRows(rows, 0, len(ends))], direct=True)
+            self._started()
             return pending
         with self._changed:
             key = request.key
@@ -181,7 +184,6 @@ class Batcher:
             self._active[key] += 1
             self.queued_tokens += int(ends[-1])
             sent = _QueuedRows(request, table, places, pending, ends, self._far.get(key, 0.0))
-            self._models[id(model), options] = (model, options)
             group = self._waiting.setdefault((id(model), options, work), {})
             # Numbers are unique: each priority shifts them by a fraction of its own.
             number = next(self._numbers) - (PRIORITY_SHIFT + 0.25) * request.priority
@@ -204,23 +206,6 @@ class Batcher:
                 self._callers.add(caller)
             self._starting = True
             return True
-
-    def _run_directly(self, sent: _QueuedRows, of: tuple[Any, RunOptions], work: Work) -> None:
-        started = time.perf_counter()
-        key = (id(of[0]), of[1])
-        taken = [_BatchRows(sent, 0, len(sent.ends))]
-        try:
-            self._models[key] = of
-            _note(taken, sent.table, started)
-            running = self._engine(key).start(sent.table, work, sent.places)
-            sent.request.read_on()
-            _distribute(taken, running)
-        except Exception as fault:
-            self._failed(taken, fault)
-        else:
-            self._count(sent.table, started)
-        finally:
-            self._started()
 
     def _started(self) -> None:
         with self._changed:
@@ -306,13 +291,16 @@ class Batcher:
             self._start(key, taken)
             self._started()
 
-    def _start(self, key: Any, taken: list[_BatchRows]) -> None:
+    def _start(self, key: Any, taken: list[_BatchRows], *, direct: bool = False) -> None:
+        """Run a batch; on CUDA its results are awaited by another thread, unless ``direct`` rows are awaited here."""
         started = time.perf_counter()
         try:
             table, places = _joined(taken)
             _note(taken, table, started)
             found = self._engine(key[:2]).start(table, key[2], places)
-            if self.device.type == "cuda":
+            if direct:
+                taken[0].sent.request.read_on()
+            elif self.device.type == "cuda":
                 with self._changed:
                     self._unfinished += 1
                 self._running.put((taken, table, found, started))
@@ -353,8 +341,10 @@ class Batcher:
             rows.sent.pending.complete()
 
 
-def _joined(taken: list[_BatchRows]) -> tuple[TokenTable, list[Sequence[int]] | None]:
-    """Return the rows of all calls as one table without the columns that only decoders read."""
+def _joined(taken: list[_BatchRows]) -> tuple[TokenTable, Sequence[Sequence[int]] | None]:
+    """Return the rows of all calls as one table; of several calls without the columns that only decoders read."""
+    if len(taken) == 1 and taken[0].last - taken[0].first == len(taken[0].sent.table):
+        return taken[0].sent.table, taken[0].sent.places
     ids, types, lengths = [], [], []
     typed = any(rows.sent.table.types is not None for rows in taken)
     places: list[Sequence[int]] | None = None if taken[0].sent.places is None else []

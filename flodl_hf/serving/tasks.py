@@ -5,7 +5,7 @@ Results agree with ``predict``, ``embed`` and the other methods. Routes select t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -219,15 +219,18 @@ def _classify(model: Any, items: list[Any], options: Mapping[str, Any], request:
     given = _given(options, "top_k", "threshold", "function_to_apply")
     if options.get("raw"):
         given["function_to_apply"] = "none"
+    return predicted_rows(partial(model.predict, **given, **_score_options(options)), items), []
+
+
+def predicted_rows(predict: Callable[[list[Any]], Any], items: Sequence[Any]) -> list[Any]:
+    """Return the results of texts and pairs as JSON types; a call of ``predict`` has either texts or pairs."""
     found: list[Any] = [None] * len(items)
-    for kind in (str, list):
-        places = [place for place, item in enumerate(items) if isinstance(item, kind)]
-        if not places:
-            continue
-        texts: list[Any] = [items[place] if kind is str else tuple(items[place]) for place in places]
-        for place, one in zip(places, model.predict(texts, **given, **_score_options(options)), strict=True):
+    for of_texts in (True, False):
+        places = [place for place, item in enumerate(items) if isinstance(item, str) is of_texts]
+        inputs = [items[place] if of_texts else tuple(items[place]) for place in places]
+        for place, one in zip(places, predict(inputs) if inputs else (), strict=True):
             found[place] = one.to_rows()
-    return found, []
+    return found
 
 
 def _rerank(model: Any, items: list[str], options: Mapping[str, Any], request: WorkerRequest) -> Done:

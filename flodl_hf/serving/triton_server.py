@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from flodl.errors import ConfigError, FlodlError
 from flodl_hf.errors import PredictError
+from flodl_hf.serving.tasks import predicted_rows
 
 _OUTPUTS = ("VECTOR", "ANSWER")
 
@@ -110,14 +112,7 @@ class TritonPythonModel:
             if any(isinstance(text, tuple) for text in texts):
                 raise PredictError("VECTOR: found pairs, expected texts. Send TEXT of the shape (batch, 1).")
             return list(self._model.embed(texts, **self._options).numpy()) if texts else []
-        # A call has either texts or pairs.
-        found: list[Any] = [None] * len(texts)
-        for kind in (str, tuple):
-            places = [place for place, text in enumerate(texts) if isinstance(text, kind)]
-            chosen = self._model.predict([texts[place] for place in places], **self._options) if places else []
-            for place, one in zip(places, chosen, strict=True):
-                found[place] = one.to_rows()
-        return found
+        return predicted_rows(partial(self._model.predict, **self._options), texts)
 
     def _written(self, rows: list[Any]) -> np.ndarray:
         if self._output == "VECTOR":

@@ -1,6 +1,6 @@
 """Worker process of one device: loads the models, reads requests from sockets and writes results.
 
-One thread for each request reads, tokenizes, waits and decodes (`flodl_hf.serving.thread_pool`). Batches contain rows
+One thread for each request reads, tokenizes, waits and decodes (`run_threads`). Batches contain rows
 of all requests (`flodl_hf.serving.batching`), also if they come from several HTTP processes, each with its own socket.
 The process ends when its first socket is closed.
 """
@@ -19,7 +19,7 @@ from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
 from itertools import chain
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.request import DeadlineError, GivenUpError, Timeline, Turns, WorkerRequest
 from flodl_hf.serving.settings import freeze_gc
 from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
-from flodl_hf.serving.thread_pool import run_threads
 from flodl_hf.serving.throughput import TokenRate, measure_peak
 from flodl_hf.workers.ipc import receive_socket
 from flodl_hf.workers.messages import Stream, pack_message
@@ -341,6 +340,71 @@ class _Requests:
         except (TypeError, ValueError) as fault:  # a result without a JSON form becomes an error
             traceback.print_exc(file=sys.stderr)
             return pack_message({**reply, "data": None, "fault": _fault(fault)})
+
+
+def run_threads(read: Callable[[], Any], answer: Callable[[Any, Callable[[], None]], None], most: int) -> None:
+    """Read and answer requests until the source ends; returns even if requests are still processed.
+
+    Requests are not passed between threads before they are processed (leader and followers, Schmidt et al. 2000). An
+    idle thread reads next, and a new one starts only if none is idle, so two suffice at low load. The answering thread
+    decides when another one reads, because a woken thread competes for the interpreter, which a single request needs
+    first.
+
+    Args:
+        read: returns the next request, or None at the end; called by one thread at a time.
+        answer: called with each request and with a function that lets another thread read, to be called before slow
+            work. If it is not called, the same thread reads again after the request.
+        most: maximum number of threads.
+    """
+    turn, end, lock = Lock(), Event(), Lock()
+    idle = threads = 0
+
+    def next_reader() -> None:
+        """Let an idle thread read, or a new one; at the maximum, the first thread that finishes."""
+        nonlocal threads
+        with lock:
+            if idle or threads >= most:
+                turn.release()
+                return
+            threads += 1
+        Thread(target=work, name=f"flodl-hf-request-{threads}", daemon=True).start()
+
+    def work() -> None:
+        """Read and answer requests; the thread that reads has the turn."""
+        nonlocal idle
+        while not end.is_set():
+            request, passed_on = None, False
+            try:
+                with suppress(OSError):
+                    request = read()
+            finally:
+                if request is None:  # other sources have their own threads
+                    end.set()
+            if request is None:
+                break
+
+            def read_on() -> None:
+                nonlocal passed_on
+                if not passed_on:
+                    passed_on = True
+                    next_reader()
+
+            try:
+                answer(request, read_on)
+            except BaseException:
+                read_on()
+                raise
+            if passed_on:
+                with lock:
+                    idle += 1
+                turn.acquire()
+                with lock:
+                    idle -= 1
+        turn.release()  # the idle threads end one after another
+
+    turn.acquire()
+    next_reader()
+    end.wait()
 
 
 def _join_key(message: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from flodl_hf.inference.options import RunOptions
 from flodl_hf.serving import batching
 from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.request import AwaitedResults, DeadlineError, GivenUpError, Signal, Turns, WorkerRequest
-from flodl_hf.serving.thread_pool import run_threads
+from flodl_hf.serving.worker import run_threads
 
 BAD = 999
 
