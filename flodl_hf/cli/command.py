@@ -49,9 +49,9 @@ class StrictCommand(TyperCommand):
             raise typer.BadParameter("--force: this option was removed; use --overwrite", ctx=ctx)
         args = ["--help"] if "--help-all" in args else args
         for option in options:
-            said = names_given(option, args)
-            if len({name for name, _ in said}) > 1 and len({value for _, value in said}) > 1:
-                given = " and ".join(f"{name} {value}" for name, value in said)
+            names = names_given(option, args)
+            if len({name for name, _ in names}) > 1 and len({value for _, value in names}) > 1:
+                given = " and ".join(f"{name} {value}" for name, value in names)
                 what = f" ({text.partition('. ')[0].rstrip('.')})" if (text := getattr(option, "help", None)) else ""
                 raise typer.BadParameter(f"{given} are aliases{what}; pass only one", ctx=ctx, param=option)
         return super().parse_args(ctx, args)

@@ -54,5 +54,5 @@ def command(model: str, source: str, out: Path, device: str, json_output: bool, 
 
     check_target(out, SUFFIXES)
     expect_tokenizer(model, "encode")
-    said, empty = replace_aliases(chosen(values, OPTIONS)), "they have the vector of an empty text"
-    process_file("encode_file", model, source, out, said, device, json_output, doing="encoding", empty=empty)
+    options, empty = replace_aliases(chosen(values, OPTIONS)), "they have the vector of an empty text"
+    process_file("encode_file", model, source, out, options, device, json_output, doing="encoding", empty=empty)

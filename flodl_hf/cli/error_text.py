@@ -30,8 +30,8 @@ def option_names(command: Callable[..., Any]) -> dict[str, tuple[str, str | None
             if isinstance(option, OptionInfo):
                 flag = f"--{name.replace('_', '-')}"
                 # typer takes the first word for a default until it reads the annotation.
-                said = (option.default, *(option.param_decls or ()))
-                words = next((word for word in said if isinstance(word, str) and word.startswith("--")), flag)
+                declared = (option.default, *(option.param_decls or ()))
+                words = next((word for word in declared if isinstance(word, str) and word.startswith("--")), flag)
                 yes, _, no = words.partition("/")
                 named[name] = yes, no or None
                 named.setdefault(yes[2:].replace("-", "_"), named[name])
@@ -73,8 +73,8 @@ def begun_with_options(text: str, options: Mapping[str, tuple[str, str | None]])
     lines = [line.partition(": ") for line in text.split("\n")]
     named = [(head.strip(), head, colon + rest) for head, colon, rest in lines]
     return "\n".join(
-        (head.replace(name, options[name][0].rstrip("=")) if said and name in options else head) + said
-        for name, head, said in named
+        (head.replace(name, options[name][0].rstrip("=")) if rest and name in options else head) + rest
+        for name, head, rest in named
     )
 
 

@@ -84,11 +84,11 @@ def command(
     if format != "safetensors":
         from flodl_hf.export.engine import OPSET, export_onnx, export_program
 
-        asked = command_line("flodl-hf", *sys.argv[1:])
+        line = command_line("flodl-hf", *sys.argv[1:])
         if format == "onnx":
-            made = export_onnx(loaded, out, opset=OPSET if opset is None else opset, overwrite=overwrite, command=asked)
+            made = export_onnx(loaded, out, opset=OPSET if opset is None else opset, overwrite=overwrite, command=line)
         else:
-            made = export_program(loaded, out, overwrite=overwrite, command=asked)
+            made = export_program(loaded, out, overwrite=overwrite, command=line)
         _show_engine(made, loaded.head, json_output)
         return
     written = loaded.save_pretrained(out, overwrite=overwrite, max_shard_size=max_shard_size)

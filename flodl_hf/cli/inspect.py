@@ -171,7 +171,7 @@ def _step(step: Any) -> str:
 
 def ways(recipe: SentenceTransformerConfig) -> list[str]:
     """Return a sentence for each setting of text vectors in the folder."""
-    said = []
+    sentences = []
     for route, own in (recipe.routes or {"": recipe}).items():
         lines = []
         if own.late is not None:
@@ -190,5 +190,5 @@ def ways(recipe: SentenceTransformerConfig) -> list[str]:
         if own.prompts:
             usual = f", by default {own.default_prompt}" if own.default_prompt else ""
             lines.append(f"prompts: {', '.join(map(printable, own.prompts))}{usual}")
-        said += [f"{printable(route)}: {line}" if route else line for line in lines]
-    return said
+        sentences += [f"{printable(route)}: {line}" if route else line for line in lines]
+    return sentences

@@ -138,8 +138,8 @@ def command(
         _misused("--html draws the answers to texts; it does not support --in and --out")
     if source is not None and out is not None and not text:
         check_places("prediction", {"model": model, "source": source, "out": out})
-        said = {**files, "question": question, "query": query, "head": head, **options, **loading}
-        process_file("predict_file", model, source, out, said, device, json_output, timing=timing)
+        keywords = {**files, "question": question, "query": query, "head": head, **options, **loading}
+        process_file("predict_file", model, source, out, keywords, device, json_output, timing=timing)
         return
     if source is not None or out is not None:
         _misused(

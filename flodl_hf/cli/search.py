@@ -54,8 +54,8 @@ def command(
     if not places:
         raise DataError(f"{corpus}: all {len(texts)} texts are empty; expected some to search")
     kept = encode([texts[place] for place in places], "document") if vectors is None else read_vectors(vectors)
-    asked = encode(queries, "query", prompt=prompt or None)
-    size = asked.shape[1]
+    wanted = encode(queries, "query", prompt=prompt or None)
+    size = wanted.shape[1]
     bits = kept.dtype.kind != "f" and kept.shape[1] == -(-size // 8)
     if (vectors is not None and len(kept) != len(texts)) or (kept.shape[1] != size and not bits):
         raise DataError(
@@ -65,11 +65,11 @@ def command(
     if vectors is not None and len(places) < len(kept):
         kept = kept[places]
     if bits:
-        hits_of = binary_search(asked, kept, top_k=top_k)
+        hits_of = binary_search(wanted, kept, top_k=top_k)
     elif kept.dtype.kind != "f":
-        hits_of = byte_search(asked, kept, read_vectors(ranges_path(vectors or "")), top_k=top_k)
+        hits_of = byte_search(wanted, kept, read_vectors(ranges_path(vectors or "")), top_k=top_k)
     else:
-        hits_of = semantic_search(asked, kept, top_k=top_k)
+        hits_of = semantic_search(wanted, kept, top_k=top_k)
     found = [
         {"query": text, "found": [{"score": hit["score"], "index": place, "text": texts[place]}
                                   for hit in hits for place in (places[hit["corpus_id"]],)]}

@@ -83,7 +83,7 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any], caller:
             {"score": "float"},
             # The job reports the progress.
             lambda items: iter(_relevance(partial(method, **given, progress=False), items)),
-            lambda found: (found,),
+            lambda result: (result,),
             strict,
             _second_is_empty,
         )
@@ -100,9 +100,9 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any], caller:
         return method(iter(items), **given)
 
     if choice.task == "masks":
-        return Answerer({"masks": [[FILL]]}, run, lambda found: ([_records(fills, FILL) for fills in found],))
+        return Answerer({"masks": [[FILL]]}, run, lambda result: ([_records(fills, FILL) for fills in result],))
     if choice.task == "vectors":
-        return Answerer({"embedding": "vector"}, run, lambda found: (found.float().numpy(),), strict)
+        return Answerer({"embedding": "vector"}, run, lambda result: (result.float().numpy(),), strict)
     if choice.task == "classes" and alone:
         return Answerer(dict(LABEL), run, _best, strict)
     if choice.task == "answers" and given.get("top_k", 1) == 1:
@@ -112,7 +112,7 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any], caller:
         choice.task
     ]
     empty = _second_is_empty if choice.task == "answers" else is_empty
-    return Answerer({column: [kinds]}, run, lambda found: (_records(found, kinds),), strict, empty)
+    return Answerer({column: [kinds]}, run, lambda result: (_records(result, kinds),), strict, empty)
 
 
 def with_old_names(model: Any, task: str, options: Mapping[str, Any], caller: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _stored(encode: Any, precision: str, options: dict[str, Any], strict: bool) 
             )
         )
 
-    return Answerer({VECTOR: f"vector:{precision}:{len(one)}"}, run, lambda found: (found,), strict)
+    return Answerer({VECTOR: f"vector:{precision}:{len(one)}"}, run, lambda result: (result,), strict)
 
 
 def _best(results: Sequence[Any]) -> tuple[str | None, float | None]:

@@ -241,8 +241,8 @@ def verdict(check: str, gaps: Mapping[str, float], what: str, bound: float = 0.0
     worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else float("inf"), default=None)
     measured = gaps[worst] if worst is not None else 0.0
     good = bool(gaps) and all(each <= bound for each in gaps.values())
-    said = "equal to the bit" if measured == 0.0 else f"largest difference {measured:.3g} in {worst}"
-    return Evidence(check, "pass" if good else "fail", f"{len(gaps)} {what}, {said}", measured, None if good else worst)
+    text = "equal to the bit" if measured == 0.0 else f"largest difference {measured:.3g} in {worst}"
+    return Evidence(check, "pass" if good else "fail", f"{len(gaps)} {what}, {text}", measured, None if good else worst)
 
 
 _TINY = {

@@ -280,7 +280,7 @@ def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] |
     saved = passes.scored, passes.all_states, passes.headed
     if scores is not None:
         replaced = partial(_replaced, scores, model._per_text)
-        passes.scored = lambda *given, per_text: replaced(*given)
+        passes.scored = lambda *args, per_text: replaced(*args)
         passes.all_states = lambda graph, ids, types, layout: (replaced(graph, ids, types, layout), layout)
         passes.headed = lambda graph, picked, layout: picked
     try:

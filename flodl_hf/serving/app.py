@@ -182,11 +182,11 @@ async def _not_found(request: Any, fault: Any) -> Any:
     path, headers = request.url.path[:200], dict(fault.headers or {})
     style: Style = "openai" if path.startswith("/v1/") else "cohere" if path.startswith("/v2/") else "tei"
     if taken := ", ".join(sorted(filter(None, headers.get("Allow", "").split(", ")))):
-        said = f"{path}: found method {request.method}, expected {taken}"
+        message = f"{path}: found method {request.method}, expected {taken}"
     else:
         hint = nearest(path, [route.path for route in ROUTES])
-        said = f"{request.method} {path}: no such route{hint}; see /openapi.json"
-    _, body, _ = error_response(RefusedError(said, "path"), style)
+        message = f"{request.method} {path}: no such route{hint}; see /openapi.json"
+    _, body, _ = error_response(RefusedError(message, "path"), style)
     return Response(as_json(body), status_code=fault.status_code, headers=headers, media_type="application/json")
 
 

@@ -25,7 +25,7 @@ class Log(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
         fields = {"at": round(record.created, 3), "level": record.levelname.lower(), "what": record.getMessage()}
-        fields |= getattr(record, "said", {})
+        fields |= getattr(record, "fields", {})
         if record.exc_info:
             fields["fault"] = self.formatException(record.exc_info)
         return _line(fields)
@@ -93,7 +93,7 @@ def log_event(logger: logging.Logger, what: str, fields: Mapping[str, Any]) -> N
         if type(handler) is Lines and not handler.filters and type(handler.formatter) is Log:
             handler.add_line(what, fields)
             return
-    logger.info(what, extra={"said": fields})
+    logger.info(what, extra={"fields": fields})
 
 
 def _line(fields: Mapping[str, Any]) -> str:

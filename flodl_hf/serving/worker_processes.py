@@ -112,7 +112,7 @@ class Processes:
             second = await self._all(roomy, adapters)
             for device, one in zip(roomy, second, strict=True):
                 if isinstance(one, BaseException):
-                    LOG.warning("one worker", extra={"said": {"device": device, "fault": str(one)}})
+                    LOG.warning("one worker", extra={"fields": {"device": device, "fault": str(one)}})
             done += [one for one in second if isinstance(one, Process)]
         found = [process for process in done if isinstance(process, Process)]
         faults = [fault for fault in done if isinstance(fault, BaseException)]
@@ -134,7 +134,7 @@ class Processes:
             if "end" in message:
                 child.reason = message["end"]
             elif "warned" in message:
-                LOG.warning(message["warned"], extra={"said": {"device": device}})
+                LOG.warning(message["warned"], extra={"fields": {"device": device}})
             elif first.done():
                 self._deaths = 0
                 self._listener.answered(found, message, arrays)
@@ -155,7 +155,7 @@ class Processes:
             raise WorkersError(f"serve: the worker of {device} {child.end()}", device=device)
         message = first.result()
         found.info, found.rate = message, float(message["rate"])
-        LOG.info("worker ready", extra={"said": {"device": message["device"], "pid": message["pid"]}})
+        LOG.info("worker ready", extra={"fields": {"device": message["device"], "pid": message["pid"]}})
         return found
 
     # ---- ends --------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Processes:
             self.here.remove(process)
         await process.child.reaped()
         if not expected:
-            LOG.error("worker ended", extra={"said": {"device": process.device, "fault": process.child.end()}})
+            LOG.error("worker ended", extra={"fields": {"device": process.device, "fault": process.child.end()}})
             start_task(self._replace(process.device), self._replacing)
 
     async def _replace(self, device: str) -> None:
@@ -179,12 +179,12 @@ class Processes:
         while reloads == self._reloads and not self._closing:
             self._deaths += 1
             if self._deaths > MAX_RESTARTS:
-                LOG.error("worker given up", extra={"said": {"device": device}})
+                LOG.error("worker given up", extra={"fields": {"device": device}})
                 return
             try:
                 again = await self._one(device, self._adapters)
             except WorkersError as fault:
-                LOG.error("worker not started", extra={"said": {"device": device, "fault": str(fault)}})
+                LOG.error("worker not started", extra={"fields": {"device": device, "fault": str(fault)}})
                 await asyncio.sleep(min(30.0, 2.0**self._deaths))
                 continue
             if reloads != self._reloads or self._closing:

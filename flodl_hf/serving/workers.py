@@ -72,14 +72,14 @@ class Worker:
         info: its first message, sent when its models were warm.
         rate: tokens per second at full load.
         load: approximate tokens of its current requests.
-        asked: its current requests by number.
+        pending: its current requests by number.
     """
 
     link: Link
     info: dict[str, Any] = field(default_factory=dict)
     rate: float = 0.0
     load: int = 0
-    asked: dict[int, _Pending] = field(default_factory=dict)
+    pending: dict[int, _Pending] = field(default_factory=dict)
 
 
 class Workers:
@@ -156,8 +156,8 @@ class Workers:
 
     def ended(self, worker: Worker) -> None:
         """Fail the requests of a worker that ended."""
-        for asked in worker.asked.values():
-            asked.done(_refused("ended"))
+        for pending in worker.pending.values():
+            pending.done(_refused("ended"))
         self._every.discard(worker)
         if worker in self._active:
             # Immediately, so that new requests wait for another worker.
@@ -168,7 +168,7 @@ class Workers:
     async def left(self, worker: Worker) -> None:
         """Wait until a worker has no requests, at most ``drain_s``."""
         until = time.monotonic() + self.settings.drain_s
-        while worker.asked and time.monotonic() < until:
+        while worker.pending and time.monotonic() < until:
             await asyncio.sleep(0.02)
 
     # ---- requests ----------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Workers:
         worker = self._least() or await self._free(until)
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        asked = worker.asked[number] = _Pending(loop.create_future(), until + GRACE_S)
+        pending = worker.pending[number] = _Pending(loop.create_future(), until + GRACE_S)
         worker.load += weight
         if self._looking is None:
             self._looking = loop.call_later(LOOK_S, self._look)
@@ -221,13 +221,13 @@ class Workers:
             if worker.link.full:
                 async with asyncio.timeout(max(0.0, left)):
                     await worker.link.room()
-            return await asked.answer
+            return await pending.answer
         except (TimeoutError, OSError) as fault:
             raise _refused("deadline" if isinstance(fault, TimeoutError) else "ended") from None
         finally:
             worker.load -= weight
-            del worker.asked[number]
-            if asked.open:
+            del worker.pending[number]
+            if pending.open:
                 with contextlib.suppress(OSError):
                     worker.link.send({"cancel": number})
 
@@ -250,10 +250,10 @@ class Workers:
     def _look(self) -> None:
         """Fail requests of unresponsive workers; one timer serves all requests."""
         now = time.monotonic()
-        every = [asked for worker in self._every for asked in worker.asked.values()]
-        for asked in every:
-            if now > asked.until and not asked.answer.done():
-                asked.answer.set_exception(_refused("deadline"))
+        every = [pending for worker in self._every for pending in worker.pending.values()]
+        for pending in every:
+            if now > pending.until and not pending.answer.done():
+                pending.answer.set_exception(_refused("deadline"))
         self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look) if every else None
 
     def answered(self, worker: Worker, message: dict[str, Any], arrays: list[np.ndarray]) -> None:
@@ -267,13 +267,13 @@ class Workers:
         worker.rate = message["rate"]
         self._on_batches(message["ran"], message["queued"])
         self.answers += 1
-        asked = worker.asked.get(message["id"])
-        if asked is None:
+        pending = worker.pending.get(message["id"])
+        if pending is None:
             return
         if (fault := message.get("fault")) is not None:
-            asked.done(RefusedError(fault["message"], fault["kind"]))
+            pending.done(RefusedError(fault["message"], fault["kind"]))
             return
-        asked.done(Answer(message, arrays))
+        pending.done(Answer(message, arrays))
 
 
 def _refused(kind: str) -> RefusedError:

@@ -275,7 +275,7 @@ class Comparison:
         apart = np.abs(np.nan_to_num(self._together)[None] - np.nan_to_num(self._alone)[:, None]).max(-1)
         own, left, best = np.diag(apart), list(range(len(apart))), []
         for row in apart:
-            best.append(min(left, key=lambda place: row[place]))
+            best.append(min(left, key=lambda index: row[index]))
             left.remove(best[-1])
         moved = max(apart[i, other] for i, other in enumerate(best)) <= own.max() / _NEARER
         # Texts that are as near in their own place as in any other are in their own.

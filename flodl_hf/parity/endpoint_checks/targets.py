@@ -350,22 +350,22 @@ def _part(response: Any, name: str) -> Any:
 
 _STYLES = {"tei": "text-embeddings-inference", "openai": "OpenAI", "hf": "Hugging Face"}
 _CALLS: dict[tuple[str, str], tuple[str, Callable[[list[str]], dict[str, Any]], Callable[[Target, Any], Any]]] = {
-    ("tei", "vectors"): ("/embed", lambda texts: {"inputs": texts, "normalize": True}, lambda _, found: found),
+    ("tei", "vectors"): ("/embed", lambda texts: {"inputs": texts, "normalize": True}, lambda _, response: response),
     ("tei", "labels"): ("/predict", lambda texts: {"inputs": [[text] for text in texts]}, _labelled),
     ("tei", "ranking"): (
         "/rerank", lambda texts: {"query": QUERY, "texts": texts},
-        lambda _, found: _ranked(found, "score"),
+        lambda _, response: _ranked(response, "score"),
     ),
     ("openai", "vectors"): (
         "/v1/embeddings", lambda texts: {"input": texts, "encoding_format": "float"},
-        lambda _, found: _ordered(found["data"], "embedding"),
+        lambda _, response: _ordered(response["data"], "embedding"),
     ),
     ("openai", "labels"): (
-        "/classify", lambda texts: {"input": texts}, lambda _, found: _ordered(found["data"], "probs"),
+        "/classify", lambda texts: {"input": texts}, lambda _, response: _ordered(response["data"], "probs"),
     ),
     ("openai", "ranking"): (
         "/v1/rerank", lambda texts: {"query": QUERY, "documents": texts},
-        lambda _, found: _ranked(found["results"], "relevance_score"),
+        lambda _, response: _ranked(response["results"], "relevance_score"),
     ),
     ("hf", "vectors"): ("", lambda texts: {"inputs": texts}, _pooled),
     ("hf", "labels"): ("", lambda texts: {"inputs": texts, "parameters": {"top_k": 1000}}, _labelled),

@@ -140,7 +140,7 @@ class _HttpProcess:
                 return
             number, held = found
             if held is None:
-                LOG.error("connection not accepted", extra={"said": {"fault": "too many open files"}})
+                LOG.error("connection not accepted", extra={"fields": {"fault": "too many open files"}})
                 if not number:
                     self._counters.close()
             elif number:
@@ -171,7 +171,7 @@ class _HttpProcess:
         """Send requests only to these workers from now on; close others when they have answered."""
         await self._made.wait()  # workers may be reported before the settings were processed
         async with self._using:
-            here = [await self._worker(said["number"], said["info"]) for said in listed]
+            here = [await self._worker(worker["number"], worker["info"]) for worker in listed]
             found = [worker for worker in here if worker is not None and not worker.link.closed.done()]
             # With equal load, each process starts with another worker.
             turn = self._number % len(found) if found else 0
@@ -181,7 +181,7 @@ class _HttpProcess:
             self._state.admission.full = workers.max_batch_tokens * len(found)
             if found:
                 self._used.set()
-            for number in self._workers.keys() - {said["number"] for said in listed}:
+            for number in self._workers.keys() - {worker["number"] for worker in listed}:
                 start_task(self._leave(number, self._workers.pop(number)), self._tasks)
 
     async def _worker(self, number: int, info: dict[str, Any]) -> Worker | None:

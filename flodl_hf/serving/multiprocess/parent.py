@@ -121,16 +121,16 @@ class Parent:
             ConfigError: a directory of adapters is invalid.
         """
         self._loop, self._held = asyncio.get_running_loop(), listener
-        asked = asyncio.Event()
+        requested = asyncio.Event()
         reloading: asyncio.Future[None] | None = None
-        calls = {signal.SIGINT: self._stop, signal.SIGTERM: self._stop, signal.SIGHUP: asked.set}
+        calls = {signal.SIGINT: self._stop, signal.SIGTERM: self._stop, signal.SIGHUP: requested.set}
         try:
             begun = [self._start(number) for number in range(self.settings.http_processes)]
             self._starting = [asyncio.ensure_future(made) for made in (self.processes.start(), *begun)]
-            with signal_handlers({signal.SIGHUP: asked.set}):  # a reload requested before all is warm follows later
+            with signal_handlers({signal.SIGHUP: requested.set}):  # a reload requested before all is warm follows later
                 await asyncio.gather(*self._starting)
             with signal_handlers(calls):
-                reloading = asyncio.ensure_future(reload_on(self.processes, asked))
+                reloading = asyncio.ensure_future(reload_on(self.processes, requested))
                 listener.setblocking(False)
                 listener.listen(BACKLOG)
                 self._serving = True
@@ -203,7 +203,7 @@ class Parent:
             link.send({"settings": self.settings.to_dict(), "number": number})
         self._send_workers(one)
         await one.ready
-        LOG.info("http process ready", extra={"said": {"pid": child.pid}})
+        LOG.info("http process ready", extra={"fields": {"pid": child.pid}})
         self._listen(True)
 
     async def _watch(self, one: _HttpChild) -> None:
@@ -219,7 +219,7 @@ class Parent:
         if not one.ready.done():
             one.ready.set_exception(WorkersError(f"serve: an HTTP process {child.end()} during its start", device=""))
         elif one.ready.exception() is None and not self._closing:
-            LOG.error("http process ended", extra={"said": {"pid": child.pid, "fault": child.end()}})
+            LOG.error("http process ended", extra={"fields": {"pid": child.pid, "fault": child.end()}})
             lived = asyncio.get_running_loop().time() - one.since
             start_task(self._replace(one.number, 0.0 if lived > MIN_UPTIME_S else RESTART_DELAY_S), self._replacing)
 
@@ -230,7 +230,7 @@ class Parent:
             try:
                 await self._start(number)
             except (FlodlError, OSError) as fault:
-                LOG.error("http process not started", extra={"said": {"fault": str(fault)}})
+                LOG.error("http process not started", extra={"fields": {"fault": str(fault)}})
                 pause_s = min(30.0, 2 * max(pause_s, RESTART_DELAY_S))
             else:
                 self.restarts += 1
@@ -296,8 +296,8 @@ class Parent:
                 if number not in one.workers:
                     self._connect(child, process, number)
                     one.workers[number] = process
-            said = [{"number": self._numbers[process], "info": process.info} for process in here]
-            one.link.send({"workers": said, "restarts": self.processes.restarts})
+            workers = [{"number": self._numbers[process], "info": process.info} for process in here]
+            one.link.send({"workers": workers, "restarts": self.processes.restarts})
         except OSError:
             # It does not read any more, and will be replaced.
             child.kill()
@@ -338,7 +338,7 @@ class Parent:
             except (BlockingIOError, ConnectionAbortedError, InterruptedError):
                 return
             except OSError as fault:
-                LOG.error("connection not accepted", extra={"said": {"fault": str(fault)}})
+                LOG.error("connection not accepted", extra={"fields": {"fault": str(fault)}})
                 self._listen(False)
                 asyncio.get_running_loop().call_later(ACCEPT_PAUSE_S, self._listen, True)
                 return

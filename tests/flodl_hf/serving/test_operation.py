@@ -390,7 +390,7 @@ def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_line_of_the_log() -> None:
     record = logging.LogRecord("flodl_hf.serving", logging.INFO, "", 0, "request", (), None)
-    record.said = {"route": "/embed", "ms": 1.5}
+    record.fields = {"route": "/embed", "ms": 1.5}
     assert json.loads(Log().format(record)) == {
         "at": round(record.created, 3),
         "level": "info",
