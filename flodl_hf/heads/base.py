@@ -14,19 +14,18 @@ from torch import Tensor
 
 from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
-from flodl_hf.checkpoints.sentence.sparse import SparseVectors
 from flodl_hf.errors import PredictError
-from flodl_hf.heads.chunks import chunk_vectors
-from flodl_hf.heads.prediction_keywords import EMBED, ENCODE, LEXICAL
+from flodl_hf.heads.chunks import embed_chunks
+from flodl_hf.heads.prediction_keywords import EMBED, ENCODE
 from flodl_hf.heads.vectors import (
     batches_of,
     convolved,
+    embed_sparse,
+    embed_tokens,
     keywords_for,
-    lexical_vectors,
     most_sentence_tokens,
     pooled_beyond,
     token_embeddings,
-    token_vectors,
 )
 from flodl_hf.inference.batch import Pooled
 from flodl_hf.inference.decode.pooling import Pooling, check_pooling, finish_embeddings
@@ -353,101 +352,9 @@ class BaseModel(EncoderModel):
         texts = list(as_text_list(given, "similarity"))
         return (self.embed(texts, **run), texts) if texts and isinstance(texts[0], str) else (texts, [])
 
-    def embed_tokens(
-        self,
-        texts: str | Iterable[str],
-        *,
-        query: bool = False,
-        untrained: bool = False,
-        **run: Unpack[RunKeywords],
-    ) -> Any:
-        """Return a vector for each token of a text, ``(tokens, size)``, with the folder's settings; several in a list.
-
-        Folders of ColBERT, PyLate, sentence-transformers' MultiVectorEncoder and bge-m3 do.
-
-        `flodl_hf.inference.similarity.max_sim` compares them. Texts above the folder's maximum are cut, as its own
-        library does.
-
-        Args:
-            texts: one text or several.
-            query: the texts are queries: marked, cut and padded as queries rather than documents.
-            untrained: embed although the model has random values.
-            **run: how to run; see `flodl_hf.inference.RunOptions`.
-
-        Raises:
-            PredictError: the folder has no such vectors, or the model has no tokenizer.
-        """
-        return token_vectors(self, texts, query=query, untrained=untrained, run=run)
-
-    def embed_chunks(
-        self,
-        texts: str | Iterable[str],
-        *,
-        chunks: str | int = "sentences",
-        spans: Sequence[Any] | None = None,
-        overlap: int | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        normalize: bool | None = None,
-        truncate_dim: int | None = None,
-        route: str | None = None,
-        untrained: bool = False,
-        **run: Unpack[RunKeywords],
-    ) -> Any:
-        """Return vectors of parts of a text, computed in one long pass over it (late chunking).
-
-        A part's vector is the mean of its tokens' states, finished as by `embed`. A text that does not fit into one
-        pass is read in several overlapping passes; a token's state comes from the pass with more context around it.
-
-        Args:
-            texts: one text or several.
-            chunks: "sentences", or how many tokens a part has.
-            spans: the parts instead: for each text ``(start, end)`` in characters; they may overlap.
-            overlap: tokens that neighbouring passes share; None for a quarter of a pass.
-            prompt: as in `embed`; it is read, and is in no part.
-            prompt_name: as in `embed`.
-            normalize: scale vectors to length 1; None uses the folder's setting, else True.
-            truncate_dim: keep this many features.
-            route: as in `embed`.
-            untrained: embed although the model has random values.
-            **run: how to run; see `flodl_hf.inference.RunOptions`.
-
-        Returns:
-            `flodl_hf.heads.chunks.Chunks` (``spans``, ``vectors``, ``parts``); several in a list.
-
-        Raises:
-            PredictError: spans are outside of their text or contain no token, or an option is invalid.
-        """
-        own = self.on_route(route)
-        return chunk_vectors(
-            own, texts, chunks=chunks, spans=spans, overlap=overlap, prompt=prompt, prompt_name=prompt_name,
-            normalize=normalize, truncate_dim=truncate_dim, untrained=untrained, run=run,
-            route=route if own is self else route_within(own.sentence_recipe, route),
-        )  # fmt: skip
-
-    @accept_keywords(LEXICAL)
-    def embed_sparse(
-        self,
-        texts: str | Iterable[str],
-        *,
-        windows: bool = False,
-        strict: bool = False,
-        untrained: bool = False,
-        **run: Unpack[RunKeywords],
-    ) -> SparseVectors:
-        """Return a weight for each word of the vocabulary that a text contains, as bge-m3's folder specifies.
-
-        Args:
-            texts: one text or several.
-            windows: read all of a long text in windows; a word has its largest weight. Otherwise it is truncated.
-            strict: raise on a text that is too long.
-            untrained: embed although the model has random values.
-            **run: how to run; see `flodl_hf.inference.RunOptions`.
-
-        Raises:
-            PredictError: the folder has no such vectors, or the model has no tokenizer.
-        """
-        return lexical_vectors(self, texts, windows=windows, strict=strict, untrained=untrained, run=run)
+    embed_tokens = embed_tokens
+    embed_chunks = embed_chunks
+    embed_sparse = embed_sparse
 
     def _embeddable(self, texts: list[str], *, windows: bool, strict: bool, prompt: str = "") -> Encoded:
         """Return the rows of texts as the folder's recipe wants them read."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from flodl_hf.errors import PredictError
 from flodl_hf.heads.vectors import changed_states, most_sentence_tokens, read_states
 from flodl_hf.inference.batch import Pending
 from flodl_hf.inference.decode.pooling import finish_embeddings
+from flodl_hf.inference.graph_model import route_within
 from flodl_hf.inference.inputs import Encoded, as_text_list
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
@@ -62,22 +63,48 @@ def sentence_spans(text: str) -> list[Span]:
     return found
 
 
-def chunk_vectors(
-    model: EncoderModel,
+def embed_chunks(
+    self: EncoderModel,
     texts: str | Iterable[str],
     *,
-    chunks: str | int,
-    spans: Any,
-    overlap: int | None,
-    prompt: str | None,
-    prompt_name: str | None,
-    normalize: bool | None,
-    truncate_dim: int | None,
-    route: str | None,
-    untrained: bool,
-    run: RunKeywords,
+    chunks: str | int = "sentences",
+    spans: Sequence[Any] | None = None,
+    overlap: int | None = None,
+    prompt: str | None = None,
+    prompt_name: str | None = None,
+    normalize: bool | None = None,
+    truncate_dim: int | None = None,
+    route: str | None = None,
+    untrained: bool = False,
+    **run: Unpack[RunKeywords],
 ) -> Any:
-    """Return the parts of texts with their vectors; see `BaseModel.embed_chunks`."""
+    """Return vectors of parts of a text, computed in one long pass over it (late chunking).
+
+    A part's vector is the mean of its tokens' states, finished as by `embed`. A text that does not fit into one
+    pass is read in several overlapping passes; a token's state comes from the pass with more context around it.
+
+    Args:
+        texts: one text or several.
+        chunks: "sentences", or how many tokens a part has.
+        spans: the parts instead: for each text ``(start, end)`` in characters; they may overlap.
+        overlap: tokens that neighbouring passes share; None for a quarter of a pass.
+        prompt: as in `embed`; it is read, and is in no part.
+        prompt_name: as in `embed`.
+        normalize: scale vectors to length 1; None uses the folder's setting, else True.
+        truncate_dim: keep this many features.
+        route: as in `embed`.
+        untrained: embed although the model has random values.
+        **run: how to run; see `flodl_hf.inference.RunOptions`.
+
+    Returns:
+        `flodl_hf.heads.chunks.Chunks` (``spans``, ``vectors``, ``parts``); several in a list.
+
+    Raises:
+        PredictError: spans are outside of their text or contain no token, or an option is invalid.
+    """
+    model = self.on_route(route)
+    if model is not self:
+        route = route_within(model.sentence_recipe, route)
     tokenizer = model._ready("embed_chunks", untrained=untrained)
     recipe = recipe_on(model.sentence_recipe, route)
     given = as_text_list(texts, "embed_chunks")

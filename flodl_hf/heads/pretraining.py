@@ -6,18 +6,13 @@ order?).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.heads.masked_lm import MaskedLM
-from flodl_hf.heads.next_sentence import FOLLOWS, next_sentence_labels
-from flodl_hf.heads.prediction_keywords import PAIRS
-from flodl_hf.inference.batch import Related
-from flodl_hf.inference.options import RunKeywords
+from flodl_hf.heads.next_sentence import predict
 from flodl_hf.models.outputs import PretrainingOutput
 from flodl_hf.nn.encoder.losses import check_labels, token_loss
 
@@ -77,25 +72,4 @@ class Pretrainer(MaskedLM):
         output = PretrainingOutput(loss, words, **scores)
         return output if return_dict else output.to_tuple()
 
-    @accept_keywords(PAIRS)
-    def predict(
-        self,
-        pairs: tuple[str, str] | Iterable[tuple[str, str]],
-        *,
-        strict: bool = False,
-        untrained: bool = False,
-        **run: Unpack[RunKeywords],
-    ) -> Any:
-        """Return for each pair the probabilities that its texts belong together ("follows") or not ("other").
-
-        Args:
-            pairs: ``(first, second)``, or several in a list; an iterator gives an iterator.
-            strict: raise on a pair that does not fit into one window.
-            untrained: predict although parts of the model have random values.
-            **run: how to run (``precision``, ``devices``, ``batch_invariant``, ``token_budget``, ...), see
-                `flodl_hf.inference.RunOptions`; options that are not passed keep their `runtime` values.
-
-        Raises:
-            PredictError: the input is not pairs, or the model has no tokenizer or an untrained head.
-        """
-        return next_sentence_labels(self, pairs, Related(), FOLLOWS, strict=strict, untrained=untrained, run=run)
+    predict = predict

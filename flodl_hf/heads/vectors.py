@@ -11,18 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig, marker_id
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
 from flodl_hf.checkpoints.sentence.sparse import SparseVectors, from_tokens
 from flodl_hf.checkpoints.sentence.steps import Step
 from flodl_hf.errors import PredictError
+from flodl_hf.heads.prediction_keywords import LEXICAL
 from flodl_hf.inference.batch import Pending, Pooled, States, Work
 from flodl_hf.inference.decode.classes import mean_over_windows
 from flodl_hf.inference.decode.pooling import finish_embeddings, pool_padded
@@ -258,12 +260,32 @@ def _without_prompt(
     return mean_over_windows(torch.cat(found), encoded.table.owners, texts, counts)
 
 
-def token_vectors(
-    model: EncoderModel, texts: str | Iterable[str], *, query: bool, untrained: bool, run: RunKeywords
+def embed_tokens(
+    self: EncoderModel,
+    texts: str | Iterable[str],
+    *,
+    query: bool = False,
+    untrained: bool = False,
+    **run: Unpack[RunKeywords],
 ) -> Any:
-    """Return a vector for each token; see `BaseModel.embed_tokens`."""
-    tokenizer = model._ready("embed_tokens", untrained=untrained)
-    late = None if model.sentence_recipe is None else model.sentence_recipe.late
+    """Return a vector for each token of a text, ``(tokens, size)``, with the folder's settings; several in a list.
+
+    Folders of ColBERT, PyLate, sentence-transformers' MultiVectorEncoder and bge-m3 do.
+
+    `flodl_hf.inference.similarity.max_sim` compares them. Texts above the folder's maximum are cut, as its own
+    library does.
+
+    Args:
+        texts: one text or several.
+        query: the texts are queries: marked, cut and padded as queries rather than documents.
+        untrained: embed although the model has random values.
+        **run: how to run; see `flodl_hf.inference.RunOptions`.
+
+    Raises:
+        PredictError: the folder has no such vectors, or the model has no tokenizer.
+    """
+    tokenizer = self._ready("embed_tokens", untrained=untrained)
+    late = None if self.sentence_recipe is None else self.sentence_recipe.late
     if late is None:
         raise PredictError(
             "embed_tokens: the folder has no settings for token vectors; expected ColBERT's class, PyLate's "
@@ -271,16 +293,14 @@ def token_vectors(
         )
     given = as_text_list(texts, "embed_tokens")
     asked = [given] if isinstance(given, str) else list(given)
-    limit = min(
-        (n for n in (late.query_length if query else late.document_length, model.max_tokens) if n), default=None
-    )
+    limit = min((n for n in (late.query_length if query else late.document_length, self.max_tokens) if n), default=None)
 
     def marked(chunk: list[str]) -> Encoded:
         rows = late.rows(tokenizer, chunk, limit, query=query)
         return Encoded(table_of(rows, range(len(rows)), offsets=False), len(rows), rows)
 
     if query and late.expanded:
-        found = _expanded(model, late, marked(asked), limit) if asked else []
+        found = _expanded(self, late, marked(asked), limit) if asked else []
         return found[0] if isinstance(given, str) else found
     skipped = set() if query else {marker_id(tokenizer, word, None) for word in late.skipped} - {None}
 
@@ -293,7 +313,7 @@ def token_vectors(
                 vectors.append(late.vectors(own)[keep])
         return vectors
 
-    session = Session(model, run)
+    session = Session(self, run)
     if isinstance(given, str):
         return session.answer(given, marked, States(), finish, single=True, what="embed_tokens")
     return list(session.answer(asked, marked, States(), finish, what="embed_tokens"))
@@ -328,18 +348,30 @@ def _expanded(model: EncoderModel, late: MultiVectorConfig, encoded: Encoded, wi
     return [vectors.clone() for vectors in found]
 
 
-def lexical_vectors(
-    model: EncoderModel,
+@accept_keywords(LEXICAL)
+def embed_sparse(
+    self: EncoderModel,
     texts: str | Iterable[str],
     *,
-    windows: bool,
-    strict: bool,
-    untrained: bool,
-    run: RunKeywords,
+    windows: bool = False,
+    strict: bool = False,
+    untrained: bool = False,
+    **run: Unpack[RunKeywords],
 ) -> SparseVectors:
-    """Return weights of a text's own words; see `BaseModel.embed_sparse`."""
-    tokenizer = model._ready("embed_sparse", untrained=untrained)
-    lexical = None if model.sentence_recipe is None else model.sentence_recipe.lexical
+    """Return a weight for each word of the vocabulary that a text contains, as bge-m3's folder specifies.
+
+    Args:
+        texts: one text or several.
+        windows: read all of a long text in windows; a word has its largest weight. Otherwise it is truncated.
+        strict: raise on a text that is too long.
+        untrained: embed although the model has random values.
+        **run: how to run; see `flodl_hf.inference.RunOptions`.
+
+    Raises:
+        PredictError: the folder has no such vectors, or the model has no tokenizer.
+    """
+    tokenizer = self._ready("embed_sparse", untrained=untrained)
+    lexical = None if self.sentence_recipe is None else self.sentence_recipe.lexical
     if lexical is None:
         raise PredictError(
             "embed_sparse: this model has no sparse head; expected sparse_linear.pt next to the weights, or "
@@ -348,10 +380,10 @@ def lexical_vectors(
     roles = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
     left_out = [token for role in roles if (token := getattr(tokenizer, role, None)) is not None]
 
-    alone = model.run_options.changed(dict(run)).batch_invariant
+    alone = self.run_options.changed(dict(run)).batch_invariant
 
     def encoded(chunk: list[str]) -> Encoded:
-        return encode(tokenizer, chunk, max_tokens=most_sentence_tokens(model), strict=strict, truncate=not windows)
+        return encode(tokenizer, chunk, max_tokens=most_sentence_tokens(self), strict=strict, truncate=not windows)
 
     def weighed(values: Tensor) -> np.ndarray:
         return torch.relu(lexical(values))[:, 0].numpy()
@@ -369,7 +401,7 @@ def lexical_vectors(
         joined = [tuple(np.concatenate(side) for side in zip(*own, strict=True)) for own in parts]
         return [from_tokens(ids, own, left_out) for ids, own in joined]
 
-    return sparse_vectors(model, texts, encoded, States(), finish, run, rows=1)
+    return sparse_vectors(self, texts, encoded, States(), finish, run, rows=1)
 
 
 def sparse_vectors(
