@@ -12,7 +12,7 @@ Both have the ``model_type`` "deberta-v2". Departures from the shared encoder:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from flodl_hf.families.schema.config_rows import (
     optional,
     padding_id,
 )
-from flodl_hf.families.schema.keys import KeyRow, Tie
+from flodl_hf.families.schema.keys import KeyRow
 from flodl_hf.families.schema.sizes import SIZES, EncoderSizes
 from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.attention.disentangled.positions import RelativePositions
@@ -386,12 +386,7 @@ HEADS = {
     ),
     "token_classification": bert.DROPPED_TOKENS,
     "question_answering": bert.HEADS["question_answering"],
-    "masked_lm": FamilyHead(
-        body=masked_lm,
-        keys=MASKED_LM_KEYS,
-        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
-        aliases=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
-    ),
+    "masked_lm": replace(bert.MASKED_LM, body=masked_lm, keys=MASKED_LM_KEYS),
 }
 HEADS["multiple_choice"] = HEADS["sequence_classification"].scoring_choices()
 

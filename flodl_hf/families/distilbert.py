@@ -16,7 +16,7 @@ from flodl.graph import Graph
 from flodl_hf.families import bert
 from flodl_hf.families.schema import Family, FamilyHead
 from flodl_hf.families.schema.config_rows import IgnoredKey, Row, activation, count, fraction, padding_id
-from flodl_hf.families.schema.keys import KeyRow, Tie
+from flodl_hf.families.schema.keys import KeyRow
 from flodl_hf.families.schema.sizes import BASE_SIZES, EncoderSizes
 from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
@@ -109,15 +109,11 @@ HEADS = {
         classifier="head.classifier",
     ),
     "token_classification": bert.DROPPED_TOKENS,
-    "question_answering": FamilyHead(
+    "question_answering": replace(
+        bert.HEADS["question_answering"],
         body=lambda c, labels: task_heads.linear(c.hidden_size, labels, c.span_dropout, name="spans"),
-        keys=(KeyRow("head.spans", "qa_outputs"),),
     ),
-    "masked_lm": FamilyHead(
-        body=lambda c, _: task_heads.lm(c.hidden_size, c.hidden_size, c.vocab_size, c.activation, c.norm_eps),
-        keys=MASKED_LM_KEYS,
-        ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
-    ),
+    "masked_lm": replace(bert.MASKED_LM, keys=MASKED_LM_KEYS, aliases=()),
 }
 HEADS["multiple_choice"] = HEADS["sequence_classification"].scoring_choices()
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from flodl_hf.nn.adapter_layers.module_replacement import stand_in_for
 from flodl_hf.nn.adapter_layers.scaled import ScaledLinear
-from flodl_hf.nn.adapter_layers.tables import AdaptedEmbedding, plain_table
+from flodl_hf.nn.adapter_layers.tables import AdaptedEmbedding
 
 
 class LoraPart(nn.Module):
@@ -194,12 +194,11 @@ def beside(result: Tensor, x: Tensor, part: LoraPart, down_half: Tensor, up_half
 def plain_linear(adapted: nn.Linear, weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Return an ordinary projection with this weight and bias."""
     found = nn.Linear.__new__(nn.Linear)
-    nn.Module.__init__(found)
-    found.in_features, found.out_features = adapted.in_features, adapted.out_features
+    stand_in_for(found, adapted)
     found.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
     fixed = bias is None or isinstance(bias, nn.Parameter)
     found.bias = bias if fixed else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
-    return found.train(adapted.training)
+    return found
 
 
 def folded(graph: nn.Module, *, merge: bool = True) -> int:
@@ -212,14 +211,16 @@ def folded(graph: nn.Module, *, merge: bool = True) -> int:
     made: dict[int, nn.Module] = {}
     for module in list(graph.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, AdaptedEmbedding):
-                if id(child) not in made:
-                    made[id(child)] = plain_table(child, child.lora.merged(child.weight) if merge else child.weight)
-                setattr(module, name, made[id(child)])
-            elif isinstance(child, (AdaptedLinear, ScaledLinear)):
-                if id(child) not in made:
-                    part = child.lora if isinstance(child, AdaptedLinear) else child.ia3
-                    weight = part.merged(child.weight) if merge else child.weight
-                    made[id(child)] = plain_linear(child, weight, part.merged_bias(child.bias) if merge else child.bias)
-                setattr(module, name, made[id(child)])
+            if not isinstance(child, (AdaptedLinear, ScaledLinear, AdaptedEmbedding)):
+                continue
+            if id(child) not in made:
+                part: Any = child.ia3 if isinstance(child, ScaledLinear) else child.lora
+                weight = part.merged(child.weight) if merge else child.weight
+                if isinstance(child, AdaptedEmbedding):
+                    table = nn.Embedding.from_pretrained(weight, padding_idx=child.padding_idx)
+                    made[id(child)] = table.train(child.training)
+                else:
+                    bias = part.merged_bias(child.bias) if merge else child.bias
+                    made[id(child)] = plain_linear(child, weight, bias)
+            setattr(module, name, made[id(child)])
     return len(made)

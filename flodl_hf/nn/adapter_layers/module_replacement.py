@@ -18,3 +18,10 @@ def stand_in_for(module: nn.Module, other: nn.Linear | nn.Embedding) -> None:
     for name, parameter in other._parameters.items():
         module.register_parameter(name, parameter)
     module.train(other.training)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Return whether a module has hooks, which run only when the module itself is called."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

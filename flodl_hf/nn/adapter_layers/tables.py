@@ -102,8 +102,3 @@ class AdaptedEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Return the vectors of ids."""
         return self.lora.embedded(input, self)
-
-
-def plain_table(adapted: nn.Embedding, weight: Tensor) -> nn.Embedding:
-    """Return an ordinary table like another, with this weight."""
-    return nn.Embedding.from_pretrained(weight, padding_idx=adapted.padding_idx).train(adapted.training)

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 MakeProduct = Callable[[Tensor, Tensor | None], "Product"]
 
 
-class _Branch(NamedTuple):
-    """States with a pending last product; the residual is added inside of it."""
+class Branch(NamedTuple):
+    """States, as the table has them, with a pending last product, inside of which the residual is added."""
 
-    states: Tensor
+    states: Any
     linear: nn.Linear
 
 
@@ -85,7 +85,7 @@ class ProcessorTable(Table):
         """Return why this table cannot run a layer."""
         return plain_parts(layer)
 
-    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> _Branch:
+    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> Branch:
         """Return mixed values, before their output projection."""
         attention: Any = layer.attention
         flat = _flat(hidden)
@@ -98,14 +98,14 @@ class ProcessorTable(Table):
                 value.view(*hidden.shape[:-1], -1), layout,
                 num_heads=attention.num_heads, kv_heads=attention.kv_heads, window=attention.window, **given,
             )  # fmt: skip
-            return _Branch(mixed, attention.output)
+            return Branch(mixed, attention.output)
         parts = self._projected(flat, attention.query, attention.key, attention.value)
         query, key, value = (x.view(*hidden.shape[:-1], -1) for x in parts)
         more: dict[str, Any] = {"kernel": self._kernel} if type(attention) is SelfAttention else {}
         mixed = attention.mixed(query, key, value, layout, **given, fast=True, **more)
-        return _Branch(_flat(layout.first(mixed) if first else mixed), attention.output)
+        return Branch(_flat(layout.first(mixed) if first else mixed), attention.output)
 
-    def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:
+    def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> Branch:
         """Return the widened states, before their last projection."""
         feed_forward: Any = layer.feed_forward
         name, flat = feed_forward.activation.name, _flat(hidden)
@@ -117,9 +117,9 @@ class ProcessorTable(Table):
             wide = product.activated(flat, name, "wide")
         if feed_forward.gate is not None:
             wide = wide.mul_(self.product(feed_forward.up)(flat, "gated"))
-        return _Branch(wide, feed_forward.down)
+        return Branch(wide, feed_forward.down)
 
-    def add(self, layer: Layer, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
+    def add(self, layer: Layer, branch: Branch, residual: Tensor, layout: Layout) -> Tensor:
         """Return ``residual`` plus the branch, summed inside its last product."""
         return self.product(branch.linear).plus(branch.states, _flat(residual)).view(residual.shape)
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flodl_hf.nn.adapter_layers.module_replacement import hooked
 from flodl_hf.nn.attention.distances import DistanceBias
 from flodl_hf.nn.attention.dot_product import SelfAttention
-from flodl_hf.nn.backends.cpu import plain_parts
+from flodl_hf.nn.backends.cpu import Branch, plain_parts
 from flodl_hf.nn.layers.activations import GELUS
 from flodl_hf.nn.layers.norms import StepwiseNorm, normalised
 from flodl_hf.nn.layers.parts import joined_bias
@@ -35,13 +36,6 @@ GATES = {**dict.fromkeys(GELUS, "gelu"), "silu": "silu", "swish": "silu"}
 """The activations of gates that a kernel computes, and by which curve."""
 
 
-class Branch(NamedTuple):
-    """States, as in the table, with a pending last product."""
-
-    states: Any
-    linear: nn.Linear
-
-
 def walks(layout: Layout, window: int | None) -> bool:
     """Return whether attention may walk over blocks of tokens: few keys for each query, texts end to end and known."""
     if not isinstance(layout, Packed) or layout.places is None:
@@ -51,7 +45,7 @@ def walks(layout: Layout, window: int | None) -> bool:
 
 def norm_kind(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | None:
     """Return gain, shift, epsilon and whether the mean is subtracted; None for a norm that our kernels do not know."""
-    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+    if hooked(norm):
         return None
     if type(norm) is StepwiseNorm or (type(norm) is nn.LayerNorm and norm.weight is not None):
         return (norm.weight, norm.bias, norm.eps, True) if len(norm.normalized_shape) == 1 else None

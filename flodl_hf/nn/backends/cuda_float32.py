@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from flodl_hf.nn.backends.cuda import Branch, CudaTable
+from flodl_hf.nn.backends.cpu import Branch
+from flodl_hf.nn.backends.cuda import CudaTable
 from flodl_hf.nn.layers.activations import GELUS
 from flodl_hf.nn.layers.table import Layer
 from flodl_hf.nn.layout.layouts import Layout

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl_hf.nn.adapter_layers.lora import AdaptedLinear, joined_products
+from flodl_hf.nn.adapter_layers.module_replacement import hooked
 
 _MARK = re.compile(r"\[(\d+)/(\d+)(?: of (\d+))?\]")
 
@@ -135,7 +136,7 @@ def products(hidden: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     more than a linear layer, or that has hooks, is called by itself.
     """
     adapted = all(map(_adapted, linears))
-    if not adapted and not all(map(_plain, linears)):
+    if not adapted and not all(map(is_plain, linears)):
         return tuple(linear(hidden) for linear in linears)
     weights: list[Any] = [linear.weight for linear in linears]
     biases: list[Any] = [linear.bias for linear in linears if linear.bias is not None]
@@ -154,7 +155,7 @@ def products_by_head(hidden: Tensor, num_heads: int, *linears: nn.Linear) -> tup
         *linears: the projections, with or without biases.
     """
     adapted = all(map(_adapted, linears))
-    if not adapted and not all(map(_plain, linears)):
+    if not adapted and not all(map(is_plain, linears)):
         return tuple(linear(hidden).unflatten(-1, (num_heads, -1)) for linear in linears)
     by_turns = partial(join, groups=num_heads)
     out = F.linear(hidden, by_turns([linear.weight for linear in linears]))
@@ -175,14 +176,9 @@ def joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
 
 
 def _adapted(linear: nn.Module) -> bool:
-    return type(linear) is AdaptedLinear and not _watched(linear)
+    return type(linear) is AdaptedLinear and not hooked(linear)
 
 
-def _plain(linear: nn.Module) -> bool:
-    return type(linear) is nn.Linear and not _watched(linear)
-
-
-def _watched(linear: nn.Module) -> bool:
-    return bool(
-        linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
-    )
+def is_plain(linear: nn.Module) -> bool:
+    """Return whether a module is a linear layer without hooks, so that its product may be joined with others."""
+    return type(linear) is nn.Linear and not hooked(linear)

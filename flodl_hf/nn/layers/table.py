@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from flodl_hf.nn.adapter_layers.module_replacement import hooked
 from flodl_hf.nn.layout.layouts import Layout
 
 
@@ -92,8 +93,4 @@ def _reference() -> Table:
 
 def watched(layer: Layer) -> bool:
     """Return whether a part of a layer has hooks, which are called only with torch's operations."""
-    return any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        for part in layer.children()
-        for m in part.modules()
-    )
+    return any(hooked(module) for part in layer.children() for module in part.modules())

@@ -66,11 +66,6 @@ class Padded:
             return cls(None)
         return cls(mask)
 
-    @property
-    def attention_mask(self) -> Tensor | None:
-        """The mask as attention wants it, ``(batch, 1, 1, seq)``, or None."""
-        return None if self.mask is None else self.mask[:, None, None, :]
-
     def positions(self, ids: Tensor) -> Tensor:
         """Return 0..seq-1 as ``(1, seq)``: one row that broadcasts over the batch."""
         return torch.arange(ids.shape[1], device=ids.device)[None, :]
@@ -192,15 +187,6 @@ class Packed:
     def num_texts(self) -> int:
         """Slots for texts, padding included."""
         return self.offsets.shape[0] - 1
-
-    @property
-    def bucketed(self) -> bool:
-        """Whether a pass may be recorded and used for other texts of the same shapes."""
-        return self.places is not None
-
-    def without_lengths(self) -> Packed:
-        """Return the layout as a recorded pass may see it: without numbers that differ between batches."""
-        return Packed(self.offsets, (), self.max_length, self.places, self.opens, None, self.ends)
 
     def _starts(self, num_tokens: int) -> Tensor:
         if self.places is not None:

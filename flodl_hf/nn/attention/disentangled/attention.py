@@ -23,7 +23,7 @@ from flodl_hf.nn.attention.disentangled.scores import (
     query_scaled_scores,
     score_scale,
 )
-from flodl_hf.nn.layers.parts import joined_bias, products_by_head
+from flodl_hf.nn.layers.parts import is_plain, joined_bias, products_by_head
 from flodl_hf.nn.layout.layouts import Layout
 
 
@@ -134,20 +134,11 @@ class DisentangledAttention(nn.Module):
             tables = self.position_tables(relative.table, relative.reached if self.joined else None)
         return layout.by_rows(partial(self._texts, tables=tables, relative=relative), *states)
 
-    def _plain(self) -> bool:
-        """Whether the projections are linear layers without hooks, so that their products may be joined."""
-        parts = (self.query, self.key, self.value)
-        return all(
-            type(part) is nn.Linear and not part._forward_hooks and not part._backward_hooks
-            and not part._forward_pre_hooks and not part._backward_pre_hooks
-            for part in parts
-        )  # fmt: skip
-
     def _joins(self, hidden: Tensor) -> bool:
         """Whether one product may stand for three: in half precision by kernel, where no bits are promised."""
-        dtype = self._computed(hidden)
+        dtype, parts = self._computed(hidden), (self.query, self.key, self.value)
         half = dtype in (torch.float16, torch.bfloat16)
-        return half and self._way(hidden, dtype) == "kernel" and self._plain()
+        return half and self._way(hidden, dtype) == "kernel" and all(map(is_plain, parts))
 
     def _computed(self, hidden: Tensor) -> torch.dtype:
         """Return the dtype that products of ``hidden`` have."""
