@@ -12,7 +12,18 @@ from typing import Any
 
 from flodl.errors import ConfigError, capped, printable
 from flodl_hf.families.schema.tasks import HEADS, task_named
-from flodl_hf.models.adapters.settings import ALL_LINEAR, BIASES, IA3, Lora, Prefix, Prompt, Settings, listed
+from flodl_hf.models.adapters.settings import (
+    ALL_LINEAR,
+    BIASES,
+    IA3,
+    LORA,
+    PEFT_ALPHA,
+    Lora,
+    Prefix,
+    Prompt,
+    Settings,
+    listed,
+)
 
 Rule = tuple[str, Callable[[Any], bool]] | None
 """The accepted values in words, and their test; None for any value."""
@@ -87,6 +98,9 @@ _VIRTUAL: dict[str, Rule] = {
     ),
     **_COMMON,
 }
+_FIELDS = {name: word.ours for name, word in LORA.items() if word.ours is not None}
+_FIELDS |= {name: name for name in ("bias", "lora_bias", "trainable_token_indices")}
+"""Fields of `Lora` by the names of peft."""
 _REQUIRED = ("target_modules", "num_virtual_tokens")
 VIRTUAL = {"PROMPT_TUNING": Prompt, "P_TUNING": Prompt, "PREFIX_TUNING": Prefix}
 CHANGES_NOTHING = (
@@ -163,19 +177,8 @@ def _read_lora(values: Mapping[str, Any], where: str) -> Lora:
     changed = isinstance(begun, str) and begun.lower().startswith(CHANGED_BASE)
     wrong = [f"init_lora_weights: {printable(begun, 60)}, which changed the base's weights too"] if changed else []
     _check(values, where, "LoRA", _LORA, wrong)
-    return Lora(
-        rank=values.get("r", 8),
-        alpha=values.get("lora_alpha", 8),
-        dropout=values.get("lora_dropout", 0.0),
-        targets=listed(values["target_modules"]),
-        rslora=bool(values.get("use_rslora")),
-        dora=bool(values.get("use_dora")),
-        ranks=values.get("rank_pattern") or {},
-        alphas=values.get("alpha_pattern") or {},
-        bias=values.get("bias") or "none",
-        lora_bias=bool(values.get("lora_bias")),
-        trainable_token_indices=values.get("trainable_token_indices") or (),
-    )
+    fields = {ours: values[name] for name, ours in _FIELDS.items() if values.get(name) not in (None, [], {})}
+    return Lora(**{"rank": 8, "alpha": PEFT_ALPHA, **fields, "targets": listed(values["target_modules"])})
 
 
 def _read_ia3(values: Mapping[str, Any], where: str) -> IA3:
@@ -271,29 +274,21 @@ def lora_values(
         ranks: other ranks by transformers' path.
         alphas: other alphas by transformers' path.
     """
-    alpha = settings.rank if settings.alpha is None else settings.alpha
+    alpha, tokens = settings.alpha_of(), settings.trainable_token_indices
+    ids = {name: list(rows) for name, rows in tokens.items()} if isinstance(tokens, Mapping) else list(tokens)
     return {
+        **{name: getattr(settings, ours) for name, ours in _FIELDS.items()},
         "alpha_pattern": dict(alphas),
-        "bias": settings.bias,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "layers_pattern": None,
         "layers_to_transform": None,
-        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
-        "lora_bias": settings.lora_bias,
-        "lora_dropout": settings.dropout,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "peft_type": "LORA",
-        "r": settings.rank,
         "rank_pattern": dict(ranks),
         "target_modules": list(targets),
-        "trainable_token_indices": _as_json(settings.trainable_token_indices) or None,
-        "use_dora": settings.dora,
-        "use_rslora": settings.rslora,
+        "trainable_token_indices": ids or None,
     }
-
-
-def _as_json(tokens: Mapping[str, Sequence[int]] | Sequence[int]) -> dict[str, list[int]] | list[int]:
-    return {name: list(ids) for name, ids in tokens.items()} if isinstance(tokens, Mapping) else list(tokens)
 
 
 def ia3_values(targets: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:
