@@ -223,11 +223,13 @@ class Adapted(GraphModel):
             ConfigError: there is no such adapter.
             ExportError: the folder is in use or not empty, or cannot be written.
         """
-        from flodl_hf.models.adapters.write import save_adapter
+        from flodl_hf.models.adapters.write import adapter_contents
+        from flodl_hf.models.saving import write_contents
 
         held = self._held_adapters
         adapter = held.named(name if name is not None else held.active or "default")
-        return save_adapter(self, adapter, folder, overwrite=overwrite, extra_files=extra_files)
+        contents = adapter_contents(self, adapter)
+        return write_contents(folder, {"": contents}, overwrite=overwrite, extra_files=extra_files)
 
     def _fixed_names(self) -> frozenset[str]:
         """Return the names of tensors that training does not change, which checkpoints can omit."""

@@ -39,30 +39,28 @@ def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:
     Raises:
         ConfigError: the family has no such head.
     """
-    family = config.family
-    flow = (
-        FlowBuilder(family.encoder(config.encoder), name="encoder")
-        .input("token_type_ids", "position_ids", default=None)
-        .input("layout")
-        .using("token_type_ids", "position_ids", "layout")
-        .tag("last_hidden_state")
-    )
-    if head == "base":
-        if pooler and family.pooler is not None:
-            flow = flow.fork(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
-        return flow.build()
-    spec = family.heads.get(head)
-    if spec is None:
+    family, spec = config.family, config.family.heads.get(head)
+    if spec is None and head != "base":
         raise ConfigError(f"{family.model_type} has no {head} head; it has {', '.join(family.heads)}", problems=[head])
-    if spec.relation is not None:
-        assert family.pooler is not None
+    flow = states_of(family.encoder(config.encoder))
+    apart = pooler if spec is None else spec.relation is not None
+    if apart and family.pooler is not None:
         flow = flow.fork(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
+    if spec is None:
+        return flow.build()
+    if spec.relation is not None:
         related = spec.relation(config.encoder, config.num_labels)
         flow = flow.fork(related, name="relation").using(pooled="pooler_output").tag("relation")
     if spec.pooled:
         assert family.pooler is not None
         flow = flow.through(family.pooler(config.encoder), name="pooler").using("layout").tag("pooler_output")
     return flow.through(spec.body(config.encoder, config.num_labels), name="head").using("layout").build()
+
+
+def states_of(encoder: nn.Module) -> FlowBuilder:
+    """Return the beginning of a graph, from ids to token states."""
+    flow = FlowBuilder(encoder, name="encoder").input("token_type_ids", "position_ids", default=None).input("layout")
+    return flow.using("token_type_ids", "position_ids", "layout").tag("last_hidden_state")
 
 
 def empty_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:

@@ -56,7 +56,6 @@ from flodl_hf.models.sentence_folder import (
     SETFIT,
     colbert_of,
     follow_routes,
-    head_in_files,
     note_setfit,
     with_overrides,
     with_scores,
@@ -178,7 +177,9 @@ def _load(
         note_setfit(root, head)
     config, relabelled = _configured(folder, head, asked, adapter, recipe)
     if recipe is not None:
-        head = head_in_files(head, recipe)
+        # A dense layer computes the scores of such a cross-encoder, so the weight files have no head.
+        scored = head == "sequence_classification" and recipe.scorer is not None
+        head = "base" if scored else head
     own = head == model_class.head
     read = _read_folder(folder, config, head, asked, warming, relabelled=relabelled, pooler=own)
     report, kept = read.plan.report, _kept(read.plan.report.ignored, config, head)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError
-from flodl.graph import FlowBuilder
 from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.sentence.multivector import colbert_recipe
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
@@ -20,6 +19,7 @@ from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
 from flodl_hf.checkpoints.weights.file_names import BOUNDS
 from flodl_hf.inference.decode.pooling import pool, pool_padded
 from flodl_hf.inference.graph_model import Routed, recipe_behind
+from flodl_hf.models.building import states_of
 from flodl_hf.nn.layout.layouts import Layout, Padded
 
 if TYPE_CHECKING:
@@ -54,17 +54,9 @@ def with_overrides(
     return config if recipe.activation is None else config.changed(score_activation=recipe.activation)
 
 
-def head_in_files(head: str, recipe: SentenceTransformerConfig) -> str:
-    """Return the head found in the weight files: none if a dense layer computes a cross-encoder's scores."""
-    scored = head == "sequence_classification" and recipe.scorer is not None
-    return "base" if scored else head
-
-
 def with_scores(graph: Graph, recipe: SentenceTransformerConfig) -> Graph:
     """Return the graph of an encoder with the folder's own score module after it."""
-    encoder = FlowBuilder(graph.get_submodule("encoder"), name="encoder")
-    flow = encoder.input("token_type_ids", "position_ids", default=None).input("layout")
-    flow = flow.using("token_type_ids", "position_ids", "layout").tag("last_hidden_state")
+    flow = states_of(graph.get_submodule("encoder"))
     return flow.through(PooledScores(recipe), name="head").using("layout").build()
 
 

@@ -229,7 +229,8 @@ class Adapters:
             raise ConfigError("merge_adapter: no adapter is in the model; set_adapter one first", problems=["adapter"])
         if self.merged:
             return
-        if len(_mergeable(self.known[self.active])) < len(self.known[self.active].parts):
+        parts = self.known[self.active].parts
+        if not all(hasattr(part, "merged") for part in parts.values()):
             kind = type(self.known[self.active].settings).__name__
             raise ConfigError(
                 f"merge_adapter: {self.active!r} is a {kind}, which adds tokens or keys and values to each text, and "
@@ -238,22 +239,22 @@ class Adapters:
             )
         assert self._before is not None
         graph = model.graph
-        parts = _mergeable(self.known[self.active])
-        modules: dict[str, Any] = {path: graph.get_submodule(path) for path, _ in parts}
-        for path, part in parts:
+        modules: dict[str, Any] = {path: graph.get_submodule(path) for path in parts}
+        part: Any
+        for path, part in parts.items():
             if getattr(part, "up_bias", None) is not None and modules[path].bias is None:
                 raise ConfigError(
                     f"merge_adapter: {path}: found an adapter with a bias (lora_bias) at a projection without one; "
                     "expected a projection with a bias. Keep the adapter unmerged.",
                     problems=[path],
                 )
-        for path, part in parts:
+        for path, part in parts.items():
             owner, leaf = _owner(graph, path)
             adapted, module = modules[path], self._before.modules[path]
             bias = getattr(adapted, "bias", None)
             self._weights[path] = adapted.weight.data, None if bias is None else bias.data
             adapted.weight.data = part.merged(adapted.weight)
-            if bias is not None and isinstance(part, (LoraPart, ScalePart)):
+            if bias is not None:
                 bias.data = part.merged_bias(bias.data)
             module._parameters.update(adapted._parameters)
             setattr(owner, leaf, module.train(adapted.training))
@@ -264,7 +265,7 @@ class Adapters:
         if not self.merged or self.active is None:
             return
         graph = model.graph
-        for path, part in _mergeable(self.known[self.active]):
+        for path, part in self.known[self.active].parts.items():
             owner, leaf = _owner(graph, path)
             linear: Any = graph.get_submodule(path)
             home = linear.weight.device
@@ -321,12 +322,6 @@ class Adapters:
 def adapters_of(model: GraphModel) -> Adapters:
     """Return the adapters of a model."""
     return model.__dict__.setdefault("_adapters", Adapters())
-
-
-def _mergeable(adapter: Adapter) -> list[tuple[str, LoraPart | TablePart | RowsPart | ScalePart]]:
-    """Return the parts that can be merged into the weight of their module, by path."""
-    kinds = (LoraPart, TablePart, RowsPart, ScalePart)
-    return [(path, part) for path, part in adapter.parts.items() if isinstance(part, kinds)]
 
 
 def _with(module: nn.Module, part: Part) -> nn.Module:

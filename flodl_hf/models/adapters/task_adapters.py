@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
@@ -84,13 +83,10 @@ def _merged(model: M, index: int) -> M:
             if first is None or second is None:
                 raise PredictError(f"embed: {whole} has no adapters in the file; fetch it again", name=whole)
             part = part_of(theirs)
-            difference = _product(first[index], second[index], ours) * (settings.adapter_alpha / settings.adapter_rank)
+            a, b = first[index].float(), second[index].float()
+            # Tables and projections have their sides in turned order.
+            product = a @ b if ours.startswith("encoder.embeddings.") else b @ a
+            difference = product * (settings.adapter_alpha / settings.adapter_rank)
             own = difference if part is None else split(difference, part)
             parameter.copy_((parameter.float() + own.to(parameter.device)).to(parameter.dtype))
     return copied
-
-
-def _product(first: Tensor, second: Tensor, ours: str) -> Tensor:
-    """Return a difference shaped like the weight; tables and projections have their sides in turned order."""
-    a, b = first.float(), second.float()
-    return a @ b if ours.startswith("encoder.embeddings.") else b @ a

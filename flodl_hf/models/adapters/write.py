@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from flodl_hf.models.adapters.folder import ENDS, HEAD, VIRTUAL, WEIGHTS, prefix
 from flodl_hf.models.adapters.fresh import Names
 from flodl_hf.models.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
 from flodl_hf.models.adapters.settings import IA3, Prefix, Prompt, fits
-from flodl_hf.models.saving import Contents, model_contents, write_contents
+from flodl_hf.models.saving import Contents, model_contents
 from flodl_hf.nn.adapter_layers.prompts import WORDS, PromptPart
 from flodl_hf.nn.adapter_layers.tables import RowsPart
 from flodl_hf.nn.attention.prefixes import PrefixPart
@@ -68,39 +67,16 @@ def _virtual(adapter: Adapter) -> Tensor | None:
     return torch.cat(found, 1) if found else None
 
 
-def save_adapter(
-    model: GraphModel,
-    adapter: Adapter,
-    folder: str | Path,
-    *,
-    overwrite: bool = False,
-    extra_files: Mapping[str, bytes] | None = None,
-) -> Path:
-    """Write an adapter with its head, all or nothing; return the folder.
-
-    Args:
-        model: that it belongs to.
-        adapter: the adapter to write.
-        folder: where to; parents are made.
-        overwrite: replace a folder that contains an adapter or a model.
-        extra_files: further files to write into the folder, by file name.
-
-    Raises:
-        ExportError: the folder is in use or not empty, the disk is full or read-only, or the written files do not read
-            back as the same bytes.
-    """
-    return write_contents(folder, {"": _contents(model, adapter)}, overwrite=overwrite, extra_files=extra_files)
-
-
 def contents_of(model: GraphModel) -> Contents:
     """Return the contents of a model's folder: the active unmerged adapter, else the whole model."""
     held = adapters_of(model)
     if held.active is None or held.merged:
         return model_contents(model)
-    return _contents(model, held.known[held.active])
+    return adapter_contents(model, held.known[held.active])
 
 
-def _contents(model: GraphModel, adapter: Adapter) -> Contents:
+def adapter_contents(model: GraphModel, adapter: Adapter) -> Contents:
+    """Return the contents of the folder of an adapter."""
     tensors = stored_adapter(model, adapter)
     others = {CONFIG: _json(_settings(model, adapter)), HEAD: _json(_head(model, adapter))} | _recipe(model, adapter)
     return Contents({"": WritePlan((FilePlan(WEIGHTS, tuple(tensors), {"format": "pt"}),), tensors, None)}, others)

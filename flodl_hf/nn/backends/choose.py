@@ -179,14 +179,10 @@ class _Taken(nn.Module):
 
 def _finish_first_tokens(graph: nn.Module) -> None:
     """Let the last layer finish first tokens alone, where a classifier reads no others and a table runs it."""
-    layers = dict(graph.get_submodule("encoder").named_children()).get("layers") if _has_head(graph) else None
-    last = alone_last(graph, layers)
+    encoder = dict(graph.named_children()).get("encoder", nn.Module())
+    last = alone_last(graph, dict(encoder.named_children()).get("layers"))
     if last is not None:
         finish_first_tokens(graph, last)
-
-
-def _has_head(graph: nn.Module) -> bool:
-    return "head" in dict(graph.named_children())
 
 
 def alone_last(graph: nn.Module, layers: nn.Module | None) -> EncoderLayer | None:

@@ -95,7 +95,8 @@ def _fault(
     try:
         # A run's own random numbers must not depend on whether its process has run the test before.
         devices = [device] if device.type == "cuda" else []
-        with _current(device), torch.random.fork_rng(devices=devices), torch.inference_mode(False):
+        current = torch.cuda.device(device if device.type == "cuda" else -1)
+        with current, torch.random.fork_rng(devices=devices), torch.inference_mode(False):
             distance, where = trial(device, dtype, sizes)
     except torch.OutOfMemoryError:
         raise
@@ -107,10 +108,6 @@ def _fault(
     if noted is not None and not noted.holds(name):
         noted.add(name)
     return ""
-
-
-def _current(device: torch.device) -> torch.cuda.device:
-    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 # ---- verdicts that outlive the process ------------------------------------------------------------------
@@ -142,7 +139,11 @@ class _Verdicts:
         if folder in ("", "0", "off"):
             return None
         about = [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), torch.__version__]
-        about += [torch.version.cuda, _version("triton"), _own_text()]
+        about += [
+            torch.version.cuda,
+            _version("triton"),
+            hashlib.sha256(b"".join(file.read_bytes() for file in _tried())).hexdigest(),
+        ]
         digest = hashlib.sha256(repr(about).encode()).hexdigest()[:24]
         return cls(Path(folder) / f"kernels-{digest}.json")
 
@@ -169,17 +170,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _own_text() -> str:
-    """Return a hash of the kernels, tables and operators that are tried."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in _tried())).hexdigest()
-
-
 def _tried() -> list[Path]:
-    here = Path(__file__).parents[1]
+    """Return the files of the kernels, tables and operators that are tried."""
+    here, attention = Path(__file__).parents[1], Path(__file__).parents[1] / "attention"
     files = [*sorted((here / "kernels").glob("*.py")), *sorted((here / "backends").glob("*.py"))]
-    attention = here / "attention"
-    return [
-        *files,
-        attention / "dot_product.py",
-        *(attention / "disentangled" / name for name in ("operator.py", "launch.py")),
-    ]
+    return [*files, *(attention / n for n in ("dot_product.py", "disentangled/operator.py", "disentangled/launch.py"))]
