@@ -177,11 +177,11 @@ def _described(name: str) -> list[dict[str, Any]]:
     return [_entry(value, f"{name}.{constant}") for constant, value in stated if isinstance(value, Family)]
 
 
-def _entry(family: Family, place: str) -> dict[str, Any]:
+def _entry(family: Family, location: str) -> dict[str, Any]:
     rules = family.tokenizer
     return {
         "model_type": family.model_type,
-        "place": place,
+        "place": location,
         "claims": {key: list(values) for key, values in family.claims.items()},
         "tokenizers": [] if rules is None else [word.lower() for word in (family.class_prefix, *rules.classes)],
         "keys": [row.key for row in family.rows],

@@ -45,14 +45,14 @@ class ErnieEmbeddings(Embeddings):
     """Words, token types, positions and task 0 summed, normalised and dropped.
 
     Args:
-        *given: as of `Embeddings`.
+        *args: as of `Embeddings`.
         task_types: rows of the task table.
         **options: as of `Embeddings`.
     """
 
-    def __init__(self, *given: Any, task_types: int, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.task = nn.Embedding(task_types, given[1])
+    def __init__(self, *args: Any, task_types: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.task = nn.Embedding(task_types, args[1])
 
     def summed(
         self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None, layout: Layout

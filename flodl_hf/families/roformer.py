@@ -82,13 +82,13 @@ class RoFormerEmbeddings(Embeddings):
     """Words and token types summed, normalised and dropped; contains the table of rotations of all layers.
 
     Args:
-        *given: as of `Embeddings`.
+        *args: as of `Embeddings`.
         rotary: the table.
         **options: as of `Embeddings`.
     """
 
-    def __init__(self, *given: Any, rotary: PairedRotary, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *args: Any, rotary: PairedRotary, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.rotary = rotary
 
     def summed(

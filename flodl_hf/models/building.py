@@ -111,7 +111,7 @@ def plan_folder(
     config: ModelConfig,
     head: str,
     stored: Mapping[str, StoredTensor],
-    where: str,
+    source: str,
     *,
     relabelled: bool = False,
     strict: bool = False,
@@ -123,7 +123,7 @@ def plan_folder(
         config: the folder's configuration.
         head: the task.
         stored: the files' tensors, from their headers.
-        where: the folder, for messages.
+        source: the folder, for messages.
         relabelled: the labels were given by the caller, so a classifier of another size may start fresh.
         strict: raise on unknown tensors under any prefix.
         pooler: have the encoder alone compute the pooler's output, if the file has its tensors.
@@ -145,7 +145,7 @@ def plan_folder(
         head=head,
         source_head=written,
         tie_words=config.tie_words,
-        source=where,
+        source=source,
         renew=(spec.classifier,) if spec and spec.classifier and relabelled else (),
         config=config.encoder,
         custom=custom,
@@ -239,18 +239,18 @@ def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
 
 
 def settle_dtype(
-    given: torch.dtype | str | None, config: ModelConfig, plan: Plan, manifest: SourceManifest
+    dtype: torch.dtype | str | None, config: ModelConfig, plan: Plan, manifest: SourceManifest
 ) -> torch.dtype:
     """Return the one dtype of the loaded model; an implicit cast is recorded in the report.
 
     Args:
-        given: the caller's; None and "auto" take the configuration's, else the files', as transformers does.
+        dtype: the caller's; None and "auto" take the configuration's, else the files', as transformers does.
         config: the configuration; its ``dtype`` or ``torch_dtype`` decides.
         plan: which tensors are used.
         manifest: of the files.
     """
-    if isinstance(given, torch.dtype):
-        return given
+    if isinstance(dtype, torch.dtype):
+        return dtype
     kinds = sorted({_word(DTYPES[plan.stored[name].dtype]) for name in plan.placed.values()})
     key, chosen = _stated(config.source, ("dtype", "torch_dtype"))
     why = f"as {key} in config.json specifies"
@@ -370,11 +370,11 @@ class FiniteCheck:
         for thread in self._threads:
             thread.join()
 
-    def wait(self, where: str, report: LoadReport, *, allowed: bool) -> None:
+    def wait(self, source: str, report: LoadReport, *, allowed: bool) -> None:
         """Return when all were looked through.
 
         Args:
-            where: the weight file or its index, for messages.
+            source: the weight file or its index, for messages.
             report: gets a note for each fault that is allowed.
             allowed: add a note instead of raising.
 
@@ -390,12 +390,12 @@ class FiniteCheck:
             report.notes += [f"not finite: {line}" for line in lines]
         elif lines:
             raise CheckpointError(
-                f"{where}: {len(lines)} tensors contain values that are not finite, expected numbers:\n"
+                f"{source}: {len(lines)} tensors contain values that are not finite, expected numbers:\n"
                 f"{capped(lines)}\n"
                 "Nothing was loaded. Such a model answers nonsense, often in numbers that look right; fetch or save "
                 "the checkpoint again (in float32 where values do not fit), or pass allow_nonfinite=True to look "
                 "into it.",
-                where=where,
+                where=source,
                 problems=lines,
             )
 

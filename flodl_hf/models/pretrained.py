@@ -155,7 +155,7 @@ def _adapter(
 def _load(
     model_class: type[ModelT],
     name_or_path: str | Path,
-    asked: Wanted,
+    wanted: Wanted,
     *,
     hub: Mapping[str, Any],
     verified: bool | str = False,
@@ -163,7 +163,7 @@ def _load(
 ) -> ModelT:
     """Load the model of one folder and return it."""
     head = model_class.head
-    warming = _warming(asked.device)
+    warming = _warming(wanted.device)
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
     held = None
     if verified:
@@ -175,19 +175,19 @@ def _load(
         folder, recipe = transformer_folder(root), read_recipe(root)
     if any(os.path.lexists(root / name) for name in SETFIT):
         note_setfit(root, head)
-    config, relabelled = _configured(folder, head, asked, adapter, recipe)
+    config, relabelled = _configured(folder, head, wanted, adapter, recipe)
     if recipe is not None:
         # A dense layer computes the scores of such a cross-encoder, so the weight files have no head.
         scored = head == "sequence_classification" and recipe.scorer is not None
         head = "base" if scored else head
     own = head == model_class.head
-    read = _read_folder(folder, config, head, asked, warming, relabelled=relabelled, pooler=own)
+    read = _read_folder(folder, config, head, wanted, warming, relabelled=relabelled, pooler=own)
     report, kept = read.plan.report, _kept(read.plan.report.ignored, config, head)
     stored = read.manifest.index_name or read.manifest.files[0].name
     with read.finite:
         overrides = recipe.transformer_settings.tokenizer if recipe is not None else {}
         tokenizer = load_tokenizer(folder, config, strict=False, overrides=overrides)
-        read.finite.wait(str(folder / stored), report, allowed=asked.allow_nonfinite)
+        read.finite.wait(str(folder / stored), report, allowed=wanted.allow_nonfinite)
     if tokenizer is not None:
         few = tokenizer.few_tokens(config.encoder.vocab_size)
         report.notes += (*tokenizer.notes, *([few] if few else ()))
@@ -216,15 +216,15 @@ def _load(
         tokenizer_files=tokenizer_files(folder) if tokenizer is None else {},
     )
     if model.sentence_recipe is not None and model.sentence_recipe.routes:
-        mapped = in_hub_cache(folder) if asked.mapped is None else asked.mapped
-        others = replace(asked, labels=None, problem_type=None, mapped=mapped)
+        mapped = in_hub_cache(folder) if wanted.mapped is None else wanted.mapped
+        others = replace(wanted, labels=None, problem_type=None, mapped=mapped)
         follow_routes(model, root, lambda inside: _load(model_class, inside, others, hub={}))
-    model.set_attention(asked.attention)
+    model.set_attention(wanted.attention)
     model.eval()
     if read.on_disk is not None:
         model._on_disk = read.on_disk
-    elif asked.device is not None:
-        model.to(asked.device)
+    elif wanted.device is not None:
+        model.to(wanted.device)
     if warming is not None:
         warming.wait()
     if held is not None:
@@ -233,18 +233,18 @@ def _load(
 
 
 def _configured(
-    folder: Path, head: str, asked: Wanted, adapter: AdapterFolder | None, recipe: SentenceTransformerConfig | None
+    folder: Path, head: str, wanted: Wanted, adapter: AdapterFolder | None, recipe: SentenceTransformerConfig | None
 ) -> tuple[ModelConfig, bool]:
     """Return a folder's configuration, and whether its labels are set by the caller or an adapter."""
-    config = read_config_file(folder, asked.ignore_config_keys, strict_config=asked.strict_config)
+    config = read_config_file(folder, wanted.ignore_config_keys, strict_config=wanted.strict_config)
     if recipe is not None:
-        config = with_overrides(config, recipe, asked.ignore_config_keys, strict_config=asked.strict_config)
+        config = with_overrides(config, recipe, wanted.ignore_config_keys, strict_config=wanted.strict_config)
     _warn_of(config)
-    labels = asked.labels
+    labels = wanted.labels
     if adapter is not None and labels is None:
         labels = adapter.labels(config, head)
-    if labels is not None or asked.problem_type is not None:
-        config = config.changed(labels=labels, problem_type=asked.problem_type)
+    if labels is not None or wanted.problem_type is not None:
+        config = config.changed(labels=labels, problem_type=wanted.problem_type)
     if head == "sequence_classification" and config.score_activation is not None:
         score_function(config)  # raises an error if the stored activation is not known
     return config, labels is not None
@@ -298,7 +298,7 @@ def _read_folder(
     folder: Path,
     config: ModelConfig,
     head: str,
-    asked: Wanted,
+    wanted: Wanted,
     warming: Warming | None,
     *,
     relabelled: bool,
@@ -312,14 +312,14 @@ def _read_folder(
     with open_weights(folder, config) as checkpoint:
         stored = checkpoint.manifest.tensors
         plan, graph = plan_folder(
-            config, head, stored, str(folder), relabelled=relabelled, strict=asked.strict_config, pooler=pooler
+            config, head, stored, str(folder), relabelled=relabelled, strict=wanted.strict_config, pooler=pooler
         )
         if plan.report.unexpected:
             warn_of_unexpected(plan.report, stored, stacklevel=2)
         if checkpoint.manifest.passed_over:
             warnings.warn(f"{folder}: {checkpoint.manifest.passed_over}", stacklevel=2)
             plan.report.notes.append(checkpoint.manifest.passed_over)
-        dtype = settle_dtype(asked.dtype, config, plan, checkpoint.manifest)
+        dtype = settle_dtype(wanted.dtype, config, plan, checkpoint.manifest)
         if warming is not None:
             warming.layers(graph, dtype)
         same_head = plan.report.source_head == head and not plan.report.new
@@ -329,7 +329,7 @@ def _read_folder(
             dict.fromkeys([*plan.placed.values(), *repeated, *carried, *_kept(plan.report.ignored, config, head)])
         )
         values, on_disk = _read(
-            checkpoint, plan, names, folder, dtype, asked.device, mapped=asked.mapped, weights=asked.weights
+            checkpoint, plan, names, folder, dtype, wanted.device, mapped=wanted.mapped, weights=wanted.weights
         )
         manifest = checkpoint.manifest
     finite = FiniteCheck(values, plan.placed.values(), dtype, done=on_disk.release if on_disk else None)
@@ -340,13 +340,13 @@ def _read_folder(
 
 
 def _filled(
-    read: _ReadFolder, config: ModelConfig, kept: Mapping[str, PassthroughTensor], where: str
+    read: _ReadFolder, config: ModelConfig, passthrough: Mapping[str, PassthroughTensor], source: str
 ) -> dict[str, Tensor]:
     """Fill the graph, with fresh values for missing tensors; return the tensors kept outside the model."""
     plan, graph, values, report = read.plan, read.graph, read.values, read.plan.report
     ties = [*plan.ties, *settle_ties(plan, values, report)]
     check_duplicates(plan, values, read.carried)
-    beside = _taken(graph, kept, values, where)
+    beside = _taken(graph, passthrough, values, source)
     fill(graph, plan, values, read.dtype)
     if report.new:
         assign(graph, {name: torch.empty(graph.get_parameter(name).shape, dtype=read.dtype) for name in report.new})
@@ -405,20 +405,20 @@ def _kept(unused: Iterable[str], config: ModelConfig, head: str) -> dict[str, Pa
 
 
 def _taken(
-    graph: Graph, kept: Mapping[str, PassthroughTensor], values: Mapping[str, Tensor], where: str
+    graph: Graph, passthrough: Mapping[str, PassthroughTensor], values: Mapping[str, Tensor], source: str
 ) -> dict[str, Tensor]:
     """Give modules their values from kept tensors; return these by their names in new files."""
     modules: dict[str | None, Any] = dict(graph.named_modules())
-    for name, entry in kept.items():
+    for name, entry in passthrough.items():
         if entry.module in modules:
             try:
                 modules[entry.module].take(values[name])
             except ValueError as fault:
                 raise CheckpointError(
-                    f"{where}: {name}: {fault}. config.json and the weights do not belong together; fetch both again.",
-                    where=where,
+                    f"{source}: {name}: {fault}. config.json and the weights do not belong together; fetch both again.",
+                    where=source,
                 ) from None
-    return {entry.name: values[name] for name, entry in kept.items()}
+    return {entry.name: values[name] for name, entry in passthrough.items()}
 
 
 def _warming(device: torch.device | str | None) -> Warming | None:

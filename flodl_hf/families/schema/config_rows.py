@@ -367,12 +367,12 @@ class Triage:
                 problems,
             )
 
-    def _contradiction(self, said: str, fault: str, problems: list[str]) -> None:
+    def _contradiction(self, message: str, fault: str, problems: list[str]) -> None:
         """Report a setting that is ignored, or refuse it where no rule ignores it."""
         if self.overruled is None:
             problems.append(fault)
         else:
-            self.overruled.append(said)
+            self.overruled.append(message)
 
     def _misspelt(self, key: str, source: Mapping[str, Any]) -> str | None:
         """Return the similar key that a row reads and that the file lacks; None without one."""
@@ -381,13 +381,13 @@ class Triage:
         return close[0] if close else None
 
 
-def refuse(problems: Sequence[str], where: str, model_type: str) -> ConfigError:
+def refuse(problems: Sequence[str], source: str, model_type: str) -> ConfigError:
     """Return the error that lists ``problems`` of one file."""
     return ConfigError(
-        f"{where}: {len(problems)} problem(s) in this {model_type} configuration:\n{capped(list(problems))}\n"
+        f"{source}: {len(problems)} problem(s) in this {model_type} configuration:\n{capped(list(problems))}\n"
         "Correct the values, or remove what does not belong; a key that you know to be harmless can be ignored "
         'with ignore_config_keys=("the_key",).',
-        where=where,
+        where=source,
         model_type=model_type,
         problems=list(problems),
     )

@@ -189,12 +189,12 @@ def find_task(word: str) -> Task | None:
     return WORDS.get(_plain(word))
 
 
-def task_named(word: str, where: str = "head") -> Task:
+def task_named(word: str, option: str = "head") -> Task:
     """Return the task of a name.
 
     Args:
         word: any name of it, or what follows the class prefix in transformers' class names.
-        where: the option that the error names.
+        option: the option that the error names.
 
     Raises:
         ConfigError: there is none; the nearest is suggested.
@@ -202,6 +202,6 @@ def task_named(word: str, where: str = "head") -> Task:
     if (task := find_task(word)) is None:
         known = ", ".join(task.short or task.name for task in TASKS)
         raise ConfigError(
-            f"{where}: found {word!r}{nearest(_plain(word), WORDS)}; expected one of {known}", problems=[word]
+            f"{option}: found {word!r}{nearest(_plain(word), WORDS)}; expected one of {known}", problems=[word]
         )
     return task

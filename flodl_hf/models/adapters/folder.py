@@ -214,25 +214,25 @@ class AdapterFolder:
         self,
         model: GraphModel,
         sites: Mapping[str, Site],
-        found: Mapping[str, Mapping[str, Tensor]],
+        stored: Mapping[str, Mapping[str, Tensor]],
         settings: Lora | IA3,
         problems: list[str],
     ) -> dict[str, Part]:
         """Return the parts of projections; add problems to ``problems``."""
         parts: dict[str, Part] = {}
         if isinstance(settings, Lora):
-            parts |= self._rows(model, sites, found, settings, problems)
+            parts |= self._rows(model, sites, stored, settings, problems)
         wanted = targeted(self.values, sites, str(self.path / CONFIG))
         check_tables(model, [path for path in wanted or () if sites[path].is_table])
-        found = {path: tensors for path, tensors in found.items() if sites[path].paths[0] not in parts}
+        stored = {path: tensors for path, tensors in stored.items() if sites[path].paths[0] not in parts}
         first = "ia3_l" if isinstance(settings, IA3) else "lora_A.weight"
-        for path in sorted((wanted or set()) - set(found)):
+        for path in sorted((wanted or set()) - set(stored)):
             problems.append(f"{PREFIX}{path}.{first}: missing, although target_modules means it")
-        for path in sorted(set(found) - wanted if wanted is not None else ()):
+        for path in sorted(set(stored) - wanted if wanted is not None else ()):
             problems.append(f"{PREFIX}{path}.{first}: there, although target_modules does not mean it")
-        if not found:
+        if not stored:
             problems.append(f"no tensors of {'IA3' if isinstance(settings, IA3) else 'LoRA'}")
-        for path, tensors in found.items():
+        for path, tensors in stored.items():
             parts |= self._parts(model, sites[path], tensors, settings, problems)
         return parts
 
@@ -240,23 +240,23 @@ class AdapterFolder:
         self,
         model: GraphModel,
         sites: Mapping[str, Site],
-        found: Mapping[str, Mapping[str, Tensor]],
+        stored: Mapping[str, Mapping[str, Tensor]],
         settings: Lora,
         problems: list[str],
     ) -> dict[str, Part]:
         """Return the rows of tokens by our paths of the tables; problems are added to ``problems``."""
         expected = tables_of_tokens(model, settings.trainable_token_indices, sites)
-        for path in sorted(expected.keys() ^ {path for path, tensors in found.items() if "rows" in tensors}):
+        for path in sorted(expected.keys() ^ {path for path, tensors in stored.items() if "rows" in tensors}):
             fault = "missing, although" if path in expected else "there, although no id of"
             problems.append(f"{PREFIX}{path}.token_adapter.trainable_tokens_delta: {fault} trainable_token_indices")
         parts: dict[str, Part] = {}
         for path, ids in expected.items():
-            rows = found.get(path, {}).get("rows")
+            rows = stored.get(path, {}).get("rows")
             if rows is None:
                 continue
             place = sites[path].paths[0]
             shape = (len(ids), cast("Any", model.graph.get_submodule(place)).embedding_dim)
-            if tuple(rows.shape) != shape or len(found[path]) > 1:
+            if tuple(rows.shape) != shape or len(stored[path]) > 1:
                 problems.append(f"{PREFIX}{path}: shape {tuple(rows.shape)}, expected {shape} and no other tensor")
             else:
                 parts[place] = RowsPart(nn.Parameter(rows.contiguous()), torch.tensor(ids))
@@ -304,7 +304,7 @@ def _bare(name: str) -> str:
 
 
 def _kept(
-    model: GraphModel, kept: Mapping[str, Tensor], modules: str | Sequence[str], begin: str
+    model: GraphModel, tensors: Mapping[str, Tensor], modules: str | Sequence[str], begin: str
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return whole tensors by our name, and the problems found; ``modules`` are required,
     ``begin`` is how names in the file begin."""
@@ -317,7 +317,7 @@ def _kept(
     for ours, parameter in model.graph.named_parameters(remove_duplicate=False):
         marked = names.theirs(ours)
         whole = as_whole(marked)
-        place = next((p for p in (whole, whole.removeprefix(prefix), prefix + whole) if p in kept), None)
+        place = next((p for p in (whole, whole.removeprefix(prefix), prefix + whole) if p in tensors), None)
         if place is None:
             if ours not in tied and _means(modules, whole):
                 problems.append(f"{printable(begin + whole)}: missing, although modules_to_save names its module")
@@ -325,16 +325,16 @@ def _kept(
         taken.add(place)
         part = part_of(marked)
         try:
-            tensor = kept[place] if part is None else split(kept[place], part)
+            tensor = tensors[place] if part is None else split(tensors[place], part)
         except (RuntimeError, ValueError):
-            tensor = kept[place]
+            tensor = tensors[place]
         shape = tuple(parameter.shape)
         if classifier is not None and ours.startswith(classifier + "."):
             shape = (model.config.num_labels, *shape[1:])
         if tuple(tensor.shape) != shape:
             problems.append(f"{printable(begin + place)}: shape {tuple(tensor.shape)}, expected {shape}")
         held[ours] = tensor
-    problems += [f"{printable(begin + name)}: the model has no such tensor" for name in kept if name not in taken]
+    problems += [f"{printable(begin + name)}: the model has no such tensor" for name in tensors if name not in taken]
     return held, problems
 
 

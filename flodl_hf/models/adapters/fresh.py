@@ -314,18 +314,18 @@ def sites_of(model: GraphModel) -> dict[str, Site]:
     }
 
 
-def chosen(model: GraphModel, settings: Lora | IA3, kept: Sequence[str]) -> list[Site]:
+def chosen(model: GraphModel, settings: Lora | IA3, stored: Sequence[str]) -> list[Site]:
     """Return the projections that an adapter goes to.
 
     Args:
         model: the model to search.
         settings: the adapter's settings.
-        kept: our names of tensors that the adapter stores whole; they are no targets.
+        stored: our names of tensors that the adapter stores whole; they are no targets.
 
     Raises:
         ConfigError: a target names no projection, or one of several that are one matrix in the files.
     """
-    held = {name.rpartition(".")[0] for name in kept}
+    held = {name.rpartition(".")[0] for name in stored}
     everywhere = sites_of(model)
     if isinstance(settings, IA3):
         everywhere = {theirs: site for theirs, site in everywhere.items() if not site.is_table}
@@ -413,10 +413,10 @@ def tables_of_tokens(
     return found
 
 
-def _partly(found: Mapping[str, Site], wanted: Sequence[str]) -> dict[str, list[str]]:
+def _partly(sites: Mapping[str, Site], wanted: Sequence[str]) -> dict[str, list[str]]:
     """Return matrices of which some projections were named and others not."""
     partly: dict[str, list[str]] = {}
-    for theirs, site in found.items():
+    for theirs, site in sites.items():
         if len(site.paths) == 1 or any(w == ALL_LINEAR or fits(w, theirs) for w in wanted):
             continue
         named = [path for path in site.paths if any(fits(w, path) for w in wanted)]

@@ -29,7 +29,7 @@ from flodl_hf.nn.layout.layouts import Packed
 DOES = {IA3: "scales states", Prompt: "puts tokens before texts", Prefix: "puts keys and values before texts"}
 
 
-class _Where:
+class _Owners:
     """Which adapter each token of the batch that runs belongs to."""
 
     index: Tensor
@@ -38,9 +38,9 @@ class _Where:
 class _MixedLinear(nn.Module):
     """A projection with the parts of several adapters; ``(tokens, in)`` to ``(tokens, out)``."""
 
-    def __init__(self, linear: nn.Linear, parts: Sequence[LoraPart | None], where: _Where) -> None:
+    def __init__(self, linear: nn.Linear, parts: Sequence[LoraPart | None], owners: _Owners) -> None:
         super().__init__()
-        self.weight, self.bias, self.where = linear.weight, linear.bias, where
+        self.weight, self.bias, self.owners = linear.weight, linear.bias, owners
         held = [part for part in parts if part is not None]
         with torch.no_grad():
             self.downs = torch.cat([part.down for part in held]).to(linear.weight)
@@ -61,7 +61,7 @@ class _MixedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the projection, each token with its own part."""
-        index = self.where.index
+        index = self.owners.index
         added = F.linear(F.linear(x, self.downs) * self.scales[index], self.ups)
         if self.lengths is None:
             return F.linear(x, self.weight, self.bias) + added
@@ -84,14 +84,14 @@ class Mixed:
     def __init__(self, model: GraphModel, adapters: Adapters, names: Sequence[str]) -> None:
         chosen = [adapters.named(name) for name in names]
         _check(model, chosen, names)
-        self._model, self._where = model, _Where()
+        self._model, self._owners = model, _Owners()
         self.graph = shadow(model.graph)
         linears: Mapping[str, Any] = dict(self.graph.named_modules())
         inside = (path for adapter in chosen for path in adapter.parts if path.startswith("encoder."))
         for path in dict.fromkeys(inside):
             owner, _, leaf = path.rpartition(".")
             parts: Any = [adapter.parts.get(path) for adapter in chosen]
-            setattr(self.graph.get_submodule(owner), leaf, _MixedLinear(linears[path], parts, self._where))
+            setattr(self.graph.get_submodule(owner), leaf, _MixedLinear(linears[path], parts, self._owners))
         self._bodies = [self._body(adapter) for adapter in chosen]
 
     def _body(self, adapter: Adapter) -> Graph:
@@ -134,7 +134,7 @@ class Mixed:
         return pending
 
     def _scores(self, ids: Tensor, kinds: Tensor | None, layout: Packed, of_tokens: Tensor, of_each: Tensor) -> Tensor:
-        self._where.index = of_tokens
+        self._owners.index = of_tokens
         states = self.graph.get_submodule("encoder")(ids, token_type_ids=kinds, layout=layout)
         result: Tensor | None = None
         for number, body in enumerate(self._bodies):

@@ -113,12 +113,12 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "pissa_niter")
 """Ways to begin that also changed the base's weights, which are then none of the base's files."""
 
 
-def read_settings(values: Mapping[str, Any], where: str) -> Settings:
+def read_settings(values: Mapping[str, Any], file: str) -> Settings:
     """Return the adapter settings of a file.
 
     Args:
         values: of ``adapter_config.json``.
-        where: the file, for messages.
+        file: the file, for messages.
 
     Raises:
         ConfigError: another kind of adapter, or settings that change numbers and are not understood; all are listed.
@@ -127,23 +127,23 @@ def read_settings(values: Mapping[str, Any], where: str) -> Settings:
     read = {"LORA": _read_lora, "IA3": _read_ia3, **dict.fromkeys(VIRTUAL, _read_virtual)}
     if not isinstance(kind, str) or kind not in read:
         raise ConfigError(
-            f"{where}: peft_type is {printable(str(kind), 60)}; expected {', '.join(read)}, the kinds that are read "
+            f"{file}: peft_type is {printable(str(kind), 60)}; expected {', '.join(read)}, the kinds that are read "
             "here. Merge it with peft (merge_and_unload), save the model and load that",
-            where=where,
+            where=file,
             problems=["peft_type"],
         )
     try:
-        return read[kind](values, where)
+        return read[kind](values, file)
     except ConfigError as fault:
-        if getattr(fault, "where", None) == where:
+        if getattr(fault, "where", None) == file:
             raise
         raise ConfigError(
-            f"{where}: {fault.message}; fetch the file again", where=where, problems=fault.problems
+            f"{file}: {fault.message}; fetch the file again", where=file, problems=fault.problems
         ) from None
 
 
 def _check(
-    values: Mapping[str, Any], where: str, kind: str, rules: Mapping[str, Rule], problems: Sequence[str] = ()
+    values: Mapping[str, Any], file: str, kind: str, rules: Mapping[str, Rule], problems: Sequence[str] = ()
 ) -> None:
     """Raise for settings without a rule that change numbers, and for values that their rule does not accept.
 
@@ -165,30 +165,30 @@ def _check(
     ]
     if problems:
         raise ConfigError(
-            f"{where}: {len(problems)} settings cannot be followed:\n{capped(problems)}\nexpected an ordinary {kind}; "
+            f"{file}: {len(problems)} settings cannot be followed:\n{capped(problems)}\nexpected an ordinary {kind}; "
             "merge the adapter with peft (merge_and_unload), save the model and load that, or fetch the file again",
-            where=where,
+            where=file,
             problems=problems,
         )
 
 
-def _read_lora(values: Mapping[str, Any], where: str) -> Lora:
+def _read_lora(values: Mapping[str, Any], file: str) -> Lora:
     begun = values.get("init_lora_weights", True)
     changed = isinstance(begun, str) and begun.lower().startswith(CHANGED_BASE)
     wrong = [f"init_lora_weights: {printable(begun, 60)}, which changed the base's weights too"] if changed else []
-    _check(values, where, "LoRA", _LORA, wrong)
+    _check(values, file, "LoRA", _LORA, wrong)
     fields = {ours: values[name] for name, ours in _FIELDS.items() if values.get(name) not in (None, [], {})}
     return Lora(**{"rank": 8, "alpha": PEFT_ALPHA, **fields, "targets": listed(values["target_modules"])})
 
 
-def _read_ia3(values: Mapping[str, Any], where: str) -> IA3:
-    _check(values, where, "IA3", _IA3)
+def _read_ia3(values: Mapping[str, Any], file: str) -> IA3:
+    _check(values, file, "IA3", _IA3)
     return IA3(targets=listed(values["target_modules"]), inputs=tuple(values.get("feedforward_modules") or ()))
 
 
-def _read_virtual(values: Mapping[str, Any], where: str) -> Prompt | Prefix:
+def _read_virtual(values: Mapping[str, Any], file: str) -> Prompt | Prefix:
     kind = str(values["peft_type"])
-    _check(values, where, kind, _VIRTUAL)
+    _check(values, file, kind, _VIRTUAL)
     made = kind == "P_TUNING" or bool(values.get("prefix_projection"))
     width = values.get("encoder_hidden_size") if made else None
     if VIRTUAL[kind] is Prefix:
@@ -203,13 +203,13 @@ def task_of(values: Mapping[str, Any]) -> str | None:
     return next((head.name for head in HEADS if head.peft is not None and head.peft == found), None)
 
 
-def targeted(values: Mapping[str, Any], modules: Iterable[str], where: str) -> set[str] | None:
+def targeted(values: Mapping[str, Any], modules: Iterable[str], file: str) -> set[str] | None:
     """Return the projections that the settings of a file mean, by peft's rules; None where all linear ones are meant.
 
     Args:
         values: of ``adapter_config.json``.
         modules: paths of all projections in transformers' model.
-        where: the file, for messages.
+        file: the file, for messages.
 
     Raises:
         ConfigError: a pattern that is none.
@@ -232,9 +232,9 @@ def targeted(values: Mapping[str, Any], modules: Iterable[str], where: str) -> s
         }
     except re.error as fault:
         raise ConfigError(
-            f"{where}: target_modules or exclude_modules: {fault}; expected a pattern or a list of names; correct it, "
+            f"{file}: target_modules or exclude_modules: {fault}; expected a pattern or a list of names; correct it, "
             "or name the projections in a list",
-            where=where,
+            where=file,
             problems=["target_modules"],
         ) from None
 
@@ -332,12 +332,12 @@ def virtual_values(settings: Prompt | Prefix, width: int, heads: int, layers: in
     return found | {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
 
 
-def every_value(values: Mapping[str, Any], kept: Sequence[str], *, base: str | None, head: str) -> dict[str, Any]:
+def every_value(values: Mapping[str, Any], modules: Sequence[str], *, base: str | None, head: str) -> dict[str, Any]:
     """Return all entries of ``adapter_config.json``, sorted by name.
 
     Args:
         values: the entries of this kind of adapter.
-        kept: transformers' paths of modules that are stored whole.
+        modules: transformers' paths of modules that are stored whole.
         base: folder or name of the base.
         head: our word for the task.
     """
@@ -345,7 +345,7 @@ def every_value(values: Mapping[str, Any], kept: Sequence[str], *, base: str | N
         "auto_mapping": None,
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "modules_to_save": list(kept) or None,
+        "modules_to_save": list(modules) or None,
         "revision": None,
         "task_type": task_named(head).peft,
     }

@@ -155,9 +155,9 @@ def _ends(model: GraphModel, sites: Mapping[str, Site]) -> list[str]:
     return sorted(found)
 
 
-def _modules(model: GraphModel, kept: Sequence[str]) -> list[str]:
+def _modules(model: GraphModel, tensors: Sequence[str]) -> list[str]:
     """Return the modules of these tensors: whole modules if all of their tensors are kept."""
-    kept_whole = {_module(name) for name in kept}
+    kept_whole = {_module(name) for name in tensors}
     rest = {_module(theirs) for theirs in _all_modules(model)} - kept_whole
     found: dict[str, None] = {}
     for module in sorted(kept_whole):

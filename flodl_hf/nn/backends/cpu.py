@@ -85,7 +85,7 @@ class ProcessorTable(Table):
         """Return why this table cannot run a layer."""
         return plain_parts(layer)
 
-    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> Branch:
+    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any], first: bool) -> Branch:
         """Return mixed values, before their output projection."""
         attention: Any = layer.attention
         flat = _flat(hidden)
@@ -96,13 +96,13 @@ class ProcessorTable(Table):
             mixed = attend_first(
                 self.product(attention.query)(opening), key.view(*hidden.shape[:-1], -1),
                 value.view(*hidden.shape[:-1], -1), layout,
-                num_heads=attention.num_heads, kv_heads=attention.kv_heads, window=attention.window, **given,
+                num_heads=attention.num_heads, kv_heads=attention.kv_heads, window=attention.window, **kwargs,
             )  # fmt: skip
             return Branch(mixed, attention.output)
         parts = self._projected(flat, attention.query, attention.key, attention.value)
         query, key, value = (x.view(*hidden.shape[:-1], -1) for x in parts)
         more: dict[str, Any] = {"kernel": self._kernel} if type(attention) is SelfAttention else {}
-        mixed = attention.mixed(query, key, value, layout, **given, fast=True, **more)
+        mixed = attention.mixed(query, key, value, layout, **kwargs, fast=True, **more)
         return Branch(_flat(layout.first(mixed) if first else mixed), attention.output)
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> Branch:

@@ -107,7 +107,7 @@ class CudaTable(Table):
             if self.kernels and layer.order == after.order == "pre":
                 self._follows[id(layer)] = after.attention_norm
 
-    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> Branch:
+    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any], first: bool) -> Branch:
         """Return mixed values, before their output projection."""
         attention: Any = layer.attention
         weight, bias = self._joined[id(attention)]
@@ -115,7 +115,7 @@ class CudaTable(Table):
         joined = self.times(hidden, weight, bias, layout)
         ours = self._serves(attention, layout)
         rotary = attention.rotary if ours else None
-        mixes = ours and joined.numel() < OFFSETS and self._mixes(attention, hidden, layout, given)
+        mixes = ours and joined.numel() < OFFSETS and self._mixes(attention, hidden, layout, kwargs)
         angles = None if rotary is None else rotary.angles(joined, layout)
         if rotary is not None and angles is not None and not (mixes and rotary.width >= 32 and not rotary.values):
             from flodl_hf.nn.kernels.operations import turn
@@ -129,7 +129,7 @@ class CudaTable(Table):
 
             assert isinstance(layout, Packed)
             assert layout.places is not None
-            distances = given.get("bias")
+            distances = kwargs.get("bias")
             mixed = mix(
                 query, key, value, layout.places, layout.segment_ends(), heads=attention.num_heads,
                 kv_heads=attention.kv_heads, window=attention.window, angles=angles,
@@ -138,7 +138,7 @@ class CudaTable(Table):
             )  # fmt: skip
         else:
             turned = {} if rotary is None else {"placed": True}
-            mixed = attention.mixed(query, key, value, layout, **given, **turned, fast=True)
+            mixed = attention.mixed(query, key, value, layout, **kwargs, **turned, fast=True)
         return Branch(layout.first(mixed) if first else mixed, attention.output)
 
     def times(self, states: Any, weight: Tensor, bias: Tensor | None, layout: Layout | None = None) -> Tensor:
@@ -152,13 +152,13 @@ class CudaTable(Table):
         """Return whether our kernels take queries and keys as they are."""
         return self.kernels and type(attention) is SelfAttention and isinstance(layout, Packed)
 
-    def _mixes(self, attention: Any, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> bool:
+    def _mixes(self, attention: Any, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any]) -> bool:
         """Return whether attention runs on our kernel."""
         if attention.implementation == "eager" or hidden.shape[-1] // attention.num_heads not in HEAD_WIDTHS:
             return False
-        if given.get("bias") is None:
-            return walks(layout, attention.window) and not set(given) - {"bias"}
-        known = set(given) == {"bias"} and isinstance(given["bias"], DistanceBias)
+        if kwargs.get("bias") is None:
+            return walks(layout, attention.window) and not set(kwargs) - {"bias"}
+        known = set(kwargs) == {"bias"} and isinstance(kwargs["bias"], DistanceBias)
         return self.distances and known and isinstance(layout, Packed) and layout.places is not None
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> Branch:

@@ -76,7 +76,7 @@ class SplitTable(CudaTable):
         found = finished(products(given, split), given, split, bias)
         return found.view(*states.shape[:-1], -1) if isinstance(states, Tensor) else found
 
-    def _mixes(self, attention: Any, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> bool:
+    def _mixes(self, attention: Any, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any]) -> bool:
         # torch's attention is as fast here, and no less exact than the rest.
         return False
 

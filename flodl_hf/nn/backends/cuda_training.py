@@ -133,7 +133,7 @@ class TrainingTable(Table):
             return "its weights are not float32"
         return None
 
-    def begin(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> Table:
+    def begin(self, layer: Layer, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any]) -> Table:
         """Return this table for a training step under autocast without hooks; else torch's."""
         if not self._takes(layer, hidden):
             return TORCH
@@ -203,7 +203,7 @@ class TrainingTable(Table):
 
     # ---- operations ----------------------------------------------------------------------------------
 
-    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> _Branch:
+    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any], first: bool) -> _Branch:
         """Return mixed values, before their output projection."""
         attention: Any = layer.attention
         carried = self._carried(layout)
@@ -211,13 +211,13 @@ class TrainingTable(Table):
         stream = carried.depth * STREAMS
         kind = hidden.device.type
         if type(attention) is DisentangledAttention:
-            mixed = attention._joined(half.view(hidden.shape), layout, **given)
+            mixed = attention._joined(half.view(hidden.shape), layout, **kwargs)
         else:
             # In float32, as autocast has them; so before it is left.
             rotary = attention.rotary if isinstance(layout, Packed) else None
             angles = None if rotary is None else rotary.angles(half, layout)
             with torch.autocast(kind, enabled=False):
-                mixed = self._mixed(attention, half, hidden.shape, layout, given, carried, stream, angles)
+                mixed = self._mixed(attention, half, hidden.shape, layout, kwargs, carried, stream, angles)
         return _Branch(
             mixed.reshape(-1, hidden.shape[-1]), attention.output, carried.halves[id(attention.output)],
             attention.dropout, stream + AFTER_ATTENTION,
@@ -229,7 +229,7 @@ class TrainingTable(Table):
         half: Tensor,
         shape: torch.Size,
         layout: Layout,
-        given: Mapping[str, Any],
+        kwargs: Mapping[str, Any],
         carried: _Carried,
         stream: int,
         angles: tuple[Tensor, Tensor] | None,
@@ -254,7 +254,7 @@ class TrainingTable(Table):
             qkv = turned(
                 qkv, *angles, heads=heads, width=rotary.width, wide=rotary.widened, halves=rotary.halves
             )  # fmt: skip
-        ours = not given and attention.kv_heads == attention.num_heads and qkv.numel() < OFFSETS
+        ours = not kwargs and attention.kv_heads == attention.num_heads and qkv.numel() < OFFSETS
         if ours and trains_walking(layout, attention.window):
             assert isinstance(layout, Packed)
             assert layout.places is not None
@@ -263,7 +263,7 @@ class TrainingTable(Table):
                 window=attention.window,
             )  # fmt: skip
         query, key, value = qkv.view(*shape[:-1], -1).split(sizes, dim=-1)
-        return attention.mixed(query, key, value, layout, **given, fast=True, placed=angles is not None)
+        return attention.mixed(query, key, value, layout, **kwargs, fast=True, placed=angles is not None)
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:
         """Return the widened states, before their last projection."""
@@ -354,9 +354,9 @@ def _in_one_piece(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _adapted(
-    products: Sequence[Tensor], given: Tensor, linears: Sequence[nn.Linear], carried: _Carried
+    products: Sequence[Tensor], states: Tensor, linears: Sequence[nn.Linear], carried: _Carried
 ) -> list[Tensor]:
-    """Return the outputs of projections of ``given``, with their parts; those of one matrix drop the same values."""
+    """Return the outputs of projections of ``states``, with their parts; those of one matrix drop the same values."""
     dropped: dict[int, Tensor] = {}
     found = []
     for x, linear in zip(products, linears, strict=True):
@@ -365,7 +365,7 @@ def _adapted(
             continue
         part = linear.lora
         if id(part.down) not in dropped:
-            dropped[id(part.down)] = F.dropout(given, part.dropped) if part.dropped else given
+            dropped[id(part.down)] = F.dropout(states, part.dropped) if part.dropped else states
         found.append(beside(x, dropped[id(part.down)], part, *carried.halves["lora", id(linear)]))
     return found
 

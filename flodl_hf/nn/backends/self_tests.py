@@ -186,8 +186,8 @@ def buckets(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) ->
     return _distance(found, right), "attention in buckets"
 
 
-def _distance(found: Tensor, right: Tensor) -> float:
-    return float((found.detach().float() - right.detach()).norm() / right.detach().norm().clamp(min=1e-6))
+def _distance(result: Tensor, right: Tensor) -> float:
+    return float((result.detach().float() - right.detach()).norm() / right.detach().norm().clamp(min=1e-6))
 
 
 def multiply(device: torch.device, dtype: torch.dtype, tokens: int, sizes: LayerSizes) -> None:

@@ -121,6 +121,6 @@ class ConvolvedLayer(EncoderLayer):
         super().__init__(*parts)
         self.conv = conv
 
-    def forward(self, hidden: Tensor, layout: Layout, **given: Any) -> Tensor:
+    def forward(self, hidden: Tensor, layout: Layout, **kwargs: Any) -> Tensor:
         """Return the layer's states, shaped like ``hidden``."""
-        return self.conv(super().forward(hidden, layout, **given), below=hidden, layout=layout)
+        return self.conv(super().forward(hidden, layout, **kwargs), below=hidden, layout=layout)

@@ -171,11 +171,11 @@ def pre_norm_block(config: BlockConfig, *, feed_forward_dropout: float | None = 
     return bert_block(config, feed_forward={"dropout": dropout}, order="pre")
 
 
-def stack(blocks: Iterable[nn.Module], *given: str) -> Graph:
-    """Return the blocks in sequence, named ``0``, ``1``, ...; ``given`` names the further arguments of each."""
-    flow = FlowBuilder().input("layout", *given).label("layers")
+def stack(blocks: Iterable[nn.Module], *names: str) -> Graph:
+    """Return the blocks in sequence, named ``0``, ``1``, ...; ``names`` are the further arguments of each."""
+    flow = FlowBuilder().input("layout", *names).label("layers")
     for index, block in enumerate(blocks):
-        flow = flow.through(block, name=str(index)).using("layout", *given)
+        flow = flow.through(block, name=str(index)).using("layout", *names)
     return flow.build()
 
 

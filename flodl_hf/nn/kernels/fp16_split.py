@@ -66,19 +66,20 @@ def finish(x, scales, factors, bias, W: tl.constexpr, BLOCK: tl.constexpr, BIAS:
 
 @triton.jit
 def finish_and_split(
-    x, scales, factors, bias, parts, found, W: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, TANH: tl.constexpr
-):
+    x, scales, factors, bias, parts, out_scales,
+    W: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, TANH: tl.constexpr,
+):  # fmt: skip
     """Write the parts of the GELU of products with their bias."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     real = cols < W
     value = _finished(x, scales, factors, bias, row, cols, real, W, BIAS)
-    _write(tl.where(real, gelu(value, TANH), 0.0), parts, found, row, cols, real, W, False)
+    _write(tl.where(real, gelu(value, TANH), 0.0), parts, out_scales, row, cols, real, W, False)
 
 
 @triton.jit
 def norm_and_split(
-    x, scales, factors, bias, residual, weight, shift, total, out, parts, found, eps,
+    x, scales, factors, bias, residual, weight, shift, total, out, parts, out_scales, eps,
     W: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr, CENTER: tl.constexpr,
     PRE: tl.constexpr,
 ):  # fmt: skip
@@ -97,4 +98,4 @@ def norm_and_split(
     if SHIFT:
         value += tl.load(shift + cols, mask=real, other=0.0)
     tl.store(out + row * W + cols, value, mask=real)
-    _write(value, parts, found, row, cols, real, W, False)
+    _write(value, parts, out_scales, row, cols, real, W, False)

@@ -16,12 +16,12 @@ def keys_of(seed, stream):
 
 
 @triton.jit
-def kept(one, two, place, p):
+def kept(one, two, position, p):
     """Return True where a value stays: each bit of the hash depends on each bit of place and keys.
 
     Philox for each place would cost more than all else in a tile.
     """
-    x = place.to(tl.uint32, bitcast=True) ^ one
+    x = position.to(tl.uint32, bitcast=True) ^ one
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = ((x ^ (x >> 15)) + two) * 0x846CA68B
     x = (x ^ (x >> 16)) * 0x9E3779B1

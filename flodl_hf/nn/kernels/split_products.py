@@ -76,11 +76,11 @@ def _product(x: Tensor, turned: Tensor) -> Tensor:
     return x.float() @ turned.float()
 
 
-def _add_product(found: Tensor, x: Tensor, turned: Tensor) -> None:
+def _add_product(total: Tensor, x: Tensor, turned: Tensor) -> None:
     if x.is_cuda:
-        torch.addmm(found, x, turned, out_dtype=torch.float32, out=found)
+        torch.addmm(total, x, turned, out_dtype=torch.float32, out=total)
     else:
-        found += x.float() @ turned.float()
+        total += x.float() @ turned.float()
 
 
 def finished(x: Tensor, of: Halves, weight: Halves, bias: Tensor | None) -> Tensor:

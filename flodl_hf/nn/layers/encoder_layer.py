@@ -106,23 +106,23 @@ class EncoderLayer(nn.Module):
         self.table: Table = TORCH
         self.first_only = False
 
-    def forward(self, hidden: Tensor, layout: Layout, **given: Any) -> Tensor:
+    def forward(self, hidden: Tensor, layout: Layout, **kwargs: Any) -> Tensor:
         """Return the layer's states, shaped like ``hidden``; ``(texts, hidden)`` with ``first_only``.
 
         Args:
             hidden: ``(batch, seq, hidden)`` or ``(tokens, hidden)``.
             layout: which tokens belong together.
-            **given: further keyword arguments of attention.
+            **kwargs: further keyword arguments of attention.
         """
-        table = self.table.begin(self, hidden, layout, given)
+        table = self.table.begin(self, hidden, layout, kwargs)
         first = self.first_only
         if self.order == "post":
-            branch = table.attend(self, hidden, layout, given, first)
+            branch = table.attend(self, hidden, layout, kwargs, first)
             residual = layout.first(hidden) if first else hidden
             hidden = table.add_norm(self, self.attention_norm, branch, residual, layout)
             branch = table.transform(self, hidden, layout)
             return table.add_norm(self, self.feed_forward_norm, branch, hidden, layout)
-        branch = table.attend(self, table.norm(self.attention_norm, hidden, layout), layout, given, first)
+        branch = table.attend(self, table.norm(self.attention_norm, hidden, layout), layout, kwargs, first)
         residual = layout.first(hidden) if first else hidden
         hidden, normed = table.add_then_norm(self, self.feed_forward_norm, branch, residual, layout)
         return table.add(self, table.transform(self, normed, layout), hidden, layout)

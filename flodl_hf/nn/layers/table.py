@@ -44,13 +44,13 @@ class Table:
         """Return why this table cannot run a layer, as half a sentence; None where it can."""
         return None
 
-    def begin(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any]) -> Table:
+    def begin(self, layer: Layer, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any]) -> Table:
         """Return the table that runs this call: this one, or `TORCH` if it does not support the call."""
         return self
 
-    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, given: Mapping[str, Any], first: bool) -> Any:
+    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any], first: bool) -> Any:
         """Return the attention branch over ``hidden``; with ``first`` only for each text's first token."""
-        branch = layer.attention(hidden, layout=layout, **given)
+        branch = layer.attention(hidden, layout=layout, **kwargs)
         return layout.first(branch) if first else branch
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> Any:
