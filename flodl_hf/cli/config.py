@@ -46,4 +46,4 @@ def show(
             tell(f"{text:<{width}}  # {origin}")
     say("merged, each over the one before: " + ", ".join(str(file) for file in found.files))
     others = ("model", "train", "eval", "out", "overwrite")
-    make_options({k: v for k, v in found.values.items() if k not in others}, where=str(recipe))
+    make_options({k: v for k, v in found.values.items() if k not in others}, source=str(recipe))

@@ -98,7 +98,7 @@ def dry_run(model: str | Path | EncoderModel, **arguments: Unpack[FinetuneArgume
     )
 
 
-def _plan_trial(stack: ExitStack, where: str, model: Any, arguments: Mapping[str, Any]) -> Job:
+def _plan_trial(stack: ExitStack, caller: str, model: Any, arguments: Mapping[str, Any]) -> Job:
     """Return the job of `finetune` with the same arguments; ``stack`` restores a model in memory."""
     options = dict(arguments)
     train, held_out, out, loss, metrics = (
@@ -108,11 +108,11 @@ def _plan_trial(stack: ExitStack, where: str, model: Any, arguments: Mapping[str
     for name in ("on_event", "progress", "monitor"):
         options.pop(name, None)
     stack.enter_context(_vectors_kept(model))
-    chosen, loss, problems = read_arguments(where, model, train, options, loss=loss)
-    if out is not None and not problems.found:
+    chosen, loss, problems = read_arguments(caller, model, train, options, loss=loss)
+    if out is not None and not problems.messages:
         check_free(Path(out), overwrite)
     own = Own(loss, metrics, tuple(callbacks))
-    job = plan_job(model, train, held_out, chosen, where=where, own=own, problems=problems)
+    job = plan_job(model, train, held_out, chosen, caller=caller, own=own, problems=problems)
     cast_stored(job.model)  # a trial runs on one device, without shards
     stack.enter_context(settings_of_torch())
     if not job.named and job.options.adapter is not None:

@@ -293,7 +293,7 @@ def _plan(
     prepared = prepare_held_out(task, tables.evals, model.tokenizer, limits)
     tokenizer: Any = model.tokenizer
     collate = CollateRows(tokenizer.pad_token_id or 0, evaluation_layout(options), task.masking(tokenizer, options))
-    evaluation = make_evaluation(task, options, own, prepared, collate, kept=prepared)
+    evaluation = make_evaluation(task, options, own, prepared, collate, stored=prepared)
     assert evaluation is not None
     notes += note_long_texts(prepared, limits, task, options)
     return evaluation, task, notes

@@ -68,9 +68,9 @@ class CollateMasked(CollateShares):
     -100.
     """
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]], position: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
-        batch = super().__call__(rows, where)
+        batch = super().__call__(rows, position)
         lengths = TakenRows.of(rows).lengths
         labels = batch["labels"].numpy().reshape(-1)
         flat = np.flatnonzero(labels != IGNORE)
@@ -86,7 +86,7 @@ class CollateMasked(CollateShares):
             slots = len(batch["cu_seqlens"]) - 1
         # of each row a share, and one at least; more where the shortest word has more
         room = max(int(self.counts.masking.probability * labels.size) + slots, len(flat)) if self.settled else len(flat)
-        seeds = row_seeds(where, where.indices, "sample")
+        seeds = row_seeds(position, position.indices, "sample")
         per_mask = {"places": flat, "labels": labels[flat], "offsets": offsets, "seeds": seeds[row]}
         for name, value in per_mask.items():
             filler = IGNORE if name == "labels" else 0

@@ -51,23 +51,23 @@ if TYPE_CHECKING:
 
 
 def read_arguments(
-    where: str, model: Any, train: Any, given: Mapping[str, Any], *, loss: Callable[..., Any] | str | None
+    caller: str, model: Any, train: Any, arguments: Mapping[str, Any], *, loss: Callable[..., Any] | str | None
 ) -> tuple[Options, Callable[..., Any] | None, Problems]:
     """Return the options of a call, its loss if that is a function, and the problems of all arguments.
 
     Args:
-        where: the function that was called, for messages.
+        caller: the function that was called, for messages.
         model: the model to start from.
         train: the training data.
-        given: the options.
+        arguments: the options.
         loss: the name of a loss, or a function.
     """
-    problems, values = Problems(where), dict(given)
+    problems, values = Problems(caller), dict(arguments)
     if isinstance(loss, str):
         values["vector_loss"], loss = loss, None
     if not isinstance(model, (str, os.PathLike, GraphModel)):
         problems.add([f"model: found {_model_text(model)}"])
-    if train is None and given.get("train_dataset") is None:
+    if train is None and arguments.get("train_dataset") is None:
         problems.add(["train: found None; expected a file or rows to learn from"])
     options, faults = read_options(values)
     problems.add(faults)
@@ -147,9 +147,9 @@ class Job:
         )  # fmt: skip
 
 
-def _no_tokenizer(where: str) -> ConfigError:
+def _no_tokenizer(caller: str) -> ConfigError:
     return ConfigError(
-        f"{where}: the model has no tokenizer; add its tokenizer files to the folder, or set model.tokenizer",
+        f"{caller}: the model has no tokenizer; add its tokenizer files to the folder, or set model.tokenizer",
         problems=["tokenizer"],
     )
 
@@ -160,7 +160,7 @@ def plan_job(
     held_out: Any,
     options: Options,
     *,
-    where: str = "finetune",
+    caller: str = "finetune",
     own: Own | None = None,
     tell: Callable[[str], Any] | None = None,
     problems: Problems | None = None,
@@ -172,7 +172,7 @@ def plan_job(
         train: training data.
         held_out: evaluation data.
         options: the choices of the run.
-        where: name of the called function, for messages.
+        caller: name of the called function, for messages.
         own: functions of the user.
         tell: called with a line that describes the task, before the model is opened, and with a warning if there
             are few steps.
@@ -181,7 +181,7 @@ def plan_job(
     Raises:
         DataError, ConfigError, CheckpointError, HubError, TokenizerError: as in `finetune`.
     """
-    own, problems = own or Own(), problems or Problems(where)
+    own, problems = own or Own(), problems or Problems(caller)
     notes: list[str] = []
     timing = Timing()
     tables = task = opened = factory = None
@@ -190,7 +190,7 @@ def plan_job(
         problems.check()
     with problems:
         if lacks_tokenizer(model):
-            raise _no_tokenizer(where)
+            raise _no_tokenizer(caller)
         known = known_of(model, options)
     with problems:
         tables, options = list_multilabel_columns(read_tables(train, held_out, options), options)
@@ -201,12 +201,12 @@ def plan_job(
         problems.check()
     assert task is not None
     assert tables is not None
-    if tell is not None and not problems.found:
+    if tell is not None and not problems.messages:
         tell(task_line(task, tables.train, before.task))
     is_named = isinstance(model, (str, os.PathLike))
     # A model that would have to be fetched is not opened for further problems of a call that fails anyway.
-    opens = not problems.found or not is_named or os.path.isdir(model)
-    if opens and not any(problem.startswith("adapter:") for problem in problems.found):
+    opens = not problems.messages or not is_named or os.path.isdir(model)
+    if opens and not any(problem.startswith("adapter:") for problem in problems.messages):
         with problems:
             if is_named:
                 options, notes = settle_head(known, task, options)
@@ -215,10 +215,10 @@ def plan_job(
             with problems:
                 frozen_parameters(opened, options.freeze)
             if opened.tokenizer is None:
-                raise _no_tokenizer(where)
+                raise _no_tokenizer(caller)
             task.masking(opened.tokenizer, options)
             notes += task.settle(opened)
-    if problems.found and opened is model and options.adapter is not None and opened is not None:
+    if problems.messages and opened is model and options.adapter is not None and opened is not None:
         opened.remove_adapter()
     problems.check()
     assert opened is not None
@@ -245,7 +245,7 @@ def plan_job(
     judging = replace(collate, layout=layout, noise=False, widths=())
     # Contents of the report about the first set.
     kept = task.kind != "words" and (options.report or options.tune_thresholds)
-    evaluation = make_evaluation(task, options, own, parts, judging, kept=[*parts][: int(kept)])
+    evaluation = make_evaluation(task, options, own, parts, judging, stored=[*parts][: int(kept)])
     if options.metric and evaluation is not None:
         evaluation.check_metric(options.metric)
     notes += float_classes(task, tables.train, before.problem_type)
@@ -291,7 +291,7 @@ def prepare_held_out(
 
 
 def make_evaluation(
-    task: Task, options: Options, own: Own, parts: Mapping[str, Prepared], collate: CollateRows, kept: Collection[str]
+    task: Task, options: Options, own: Own, parts: Mapping[str, Prepared], collate: CollateRows, stored: Collection[str]
 ) -> Evaluations | None:
     """Return the evaluation of all evaluation sets; None if there are none.
 
@@ -301,13 +301,13 @@ def make_evaluation(
         own: functions of the user.
         parts: each set as rows.
         collate: makes batches.
-        kept: names of sets whose predictions and gold labels are stored.
+        stored: names of sets whose predictions and gold labels are stored.
     """
     size = options.eval_batch_size or micro_batch_rows(options) or options.rows_in_batch
     sets = {
         name: Evaluation(
             task, part, task.collate_held_out(collate, part.rows), task.of_held_out(part, options, own.loss), size,
-            options.precision, options.seed, own.metrics, EvalPredictions(name) if name in kept else None,
+            options.precision, options.seed, own.metrics, EvalPredictions(name) if name in stored else None,
         )
         for name, part in parts.items()
     }  # fmt: skip

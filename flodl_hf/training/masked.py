@@ -50,9 +50,9 @@ class Masking:
     mask_share: float = 0.8
     random_share: float = 0.1
 
-    def __call__(self, row: Mapping[str, Any], where: Where, index: int) -> dict[str, Any]:
+    def __call__(self, row: Mapping[str, Any], position: Where, index: int) -> dict[str, Any]:
         """Return the row with tokens hidden, and ``labels`` for these."""
-        special, choice = self._choice(row, where, index)
+        special, choice = self._choice(row, position, index)
         ids, labels = mask_tokens(
             row["input_ids"].tolist(),
             special,
@@ -65,16 +65,16 @@ class Masking:
         rest = {name: value for name, value in row.items() if name != "words"}
         return {**rest, "input_ids": np.asarray(ids), "labels": np.asarray(labels)}
 
-    def number(self, row: Mapping[str, Any], where: Where, index: int) -> int:
+    def number(self, row: Mapping[str, Any], position: Where, index: int) -> int:
         """Return the number of masked tokens of a row."""
-        special, choice = self._choice(row, where, index)
+        special, choice = self._choice(row, position, index)
         return chosen_tokens(special, **choice).size
 
-    def _choice(self, row: Mapping[str, Any], where: Where, index: int) -> tuple[list[bool], dict[str, Any]]:
+    def _choice(self, row: Mapping[str, Any], position: Where, index: int) -> tuple[list[bool], dict[str, Any]]:
         """Return which tokens are special, and the arguments that select the others."""
         words = row["words"].tolist()
         whole = [None if word < 0 else word for word in words] if self.whole_words else None
-        rng = where.rng("mask", index)
+        rng = position.rng("mask", index)
         return [word == SPECIAL for word in words], {"rng": rng, "probability": self.probability, "words": whole}
 
 
@@ -118,25 +118,25 @@ class StepCounts:
         numbers = np.asarray([num_masked(count, self.masking.probability) for count in free], np.int64)
         object.__setattr__(self, "_masked", numbers)
 
-    def __call__(self, where: Where) -> tuple[int, int]:
+    def __call__(self, position: Where) -> tuple[int, int]:
         """Return the number of tokens or rows of the step, and of masked tokens."""
-        key = where.seed, where.epoch, where.number // self.accumulate
+        key = position.seed, position.epoch, position.number // self.accumulate
         if key not in self._step:
-            if where.epoch not in self._plans:
+            if position.epoch not in self._plans:
                 self._plans.clear()
-                self._plans[where.epoch] = self.batches.plan(where.epoch)
-            plan, first = self._plans[where.epoch], key[2] * self.accumulate
+                self._plans[position.epoch] = self.batches.plan(position.epoch)
+            plan, first = self._plans[position.epoch], key[2] * self.accumulate
             rows = np.concatenate([plan[i] for i in range(first, min(first + self.accumulate, len(plan)))])
             items = len(rows) if self.by_rows else int(self.rows.lengths[rows].sum())
             self._step.clear()
-            self._step[key] = items, self.masked(where, rows)
+            self._step[key] = items, self.masked(position, rows)
         return self._step[key]
 
-    def masked(self, where: Where, rows: NDArray[np.int64]) -> int:
+    def masked(self, position: Where, rows: NDArray[np.int64]) -> int:
         """Return the number of masked tokens of some rows."""
         if not self.masking.whole_words:
             return int(self._masked[rows].sum())
-        return sum(self.masking.number(self.rows.get(i), where, i) for i in rows.tolist())
+        return sum(self.masking.number(self.rows.get(i), position, i) for i in rows.tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +155,11 @@ class CollateShares(CollateRows):
         masking: Any = usual.masking
         return cls.like(usual, counts=StepCounts(rows, masking, batches, accumulate, by_rows))
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]], position: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
-        batch = super().__call__(rows, where)
+        batch = super().__call__(rows, position)
         items = len(rows) if self.counts.by_rows else int(TakenRows.of(rows).lengths.sum())
-        whole, whole_masked = self.counts(where)
+        whole, whole_masked = self.counts(position)
         share = (int((batch["labels"] != IGNORE).sum()) * whole) / (items * max(whole_masked, 1))
         return {**batch, "words_share": torch.tensor([share], dtype=torch.float64)}
 

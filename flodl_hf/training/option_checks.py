@@ -291,18 +291,18 @@ class Problems:
     """Collects the problems of a plan; as a context manager it collects errors that are raised inside.
 
     Attributes:
-        where: name of the called function, for the message.
-        found: all problems, each with the name of its option.
+        caller: name of the called function, for the message.
+        messages: all problems, each with the name of its option.
         first: the first error that was raised.
     """
 
-    where: str
-    found: list[str] = field(default_factory=list)
+    caller: str
+    messages: list[str] = field(default_factory=list)
     first: FlodlError | None = None
 
     def add(self, problems: Iterable[str]) -> None:
         """Add further problems."""
-        self.found += [problem for problem in problems if problem not in self.found]
+        self.messages += [problem for problem in problems if problem not in self.messages]
 
     def __enter__(self) -> Problems:
         return self
@@ -310,11 +310,11 @@ class Problems:
     def __exit__(self, kind: Any, fault: BaseException | None, trace: Any) -> bool:
         if not isinstance(fault, FlodlError):
             return False
-        if self.first is None and not self.found:
+        if self.first is None and not self.messages:
             self.first = fault
         listed = list(fault.details.get("problems", ()))
         named = isinstance(fault, ConfigError) and listed and all(": " in problem for problem in listed)
-        self.add(listed if named else [fault.message.removeprefix(f"{self.where}: ").removeprefix("finetune: ")])
+        self.add(listed if named else [fault.message.removeprefix(f"{self.caller}: ").removeprefix("finetune: ")])
         return True
 
     def check(self) -> None:
@@ -324,10 +324,10 @@ class Problems:
             ConfigError: several problems, all of them in ``problems``; or problems of options.
             FlodlError: the only problem, as it was raised.
         """
-        if not self.found:
+        if not self.messages:
             return
-        if self.first is not None and (len(self.found) == 1 or self.found == self.first.details.get("problems")):
+        if self.first is not None and (len(self.messages) == 1 or self.messages == self.first.details.get("problems")):
             raise self.first
-        several = f"{self.where}: found {len(self.found)} problems:\n{capped(self.found)}"
-        text = self.found[0] if len(self.found) == 1 else several
-        raise ConfigError(text, problems=list(self.found), where=self.where)
+        several = f"{self.caller}: found {len(self.messages)} problems:\n{capped(self.messages)}"
+        text = self.messages[0] if len(self.messages) == 1 else several
+        raise ConfigError(text, problems=list(self.messages), where=self.caller)

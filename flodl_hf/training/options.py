@@ -313,25 +313,25 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def make_options(given: Mapping[str, Any], where: str = "finetune") -> Options:
-    """Return the options that ``given`` contains, with defaults for the rest.
+def make_options(values: Mapping[str, Any], source: str = "finetune") -> Options:
+    """Return the options that ``values`` contains, with defaults for the rest.
 
     Names of transformers with an equal meaning are accepted (`flodl_hf.training.training_arguments`).
 
     Raises:
         ConfigError: names that are no options, or invalid values; ``problems`` lists all of them.
     """
-    options, problems = read_options(given)
+    options, problems = read_options(values)
     if problems:
-        raise ConfigError(f"{where}: invalid options:\n{capped(problems)}", problems=problems, where=where)
+        raise ConfigError(f"{source}: invalid options:\n{capped(problems)}", problems=problems, where=source)
     return options
 
 
-def read_options(given: Mapping[str, Any]) -> tuple[Options, list[str]]:
-    """Return the valid options of ``given``, with defaults for the rest, and all problems, each with its option."""
+def read_options(arguments: Mapping[str, Any]) -> tuple[Options, list[str]]:
+    """Return the valid options of ``arguments``, with defaults for the rest, and all problems, each with its option."""
     values: dict[str, Any] = {}
-    given, problems = translated(given, HINTS)
-    for name, value in given.items():
+    arguments, problems = translated(arguments, HINTS)
+    for name, value in arguments.items():
         if name not in HINTS:
             if name not in FLAT_WORDS:
                 problems.append(f"{name}: no such option{nearest(name, [*HINTS, *TAKEN])}")
@@ -340,9 +340,9 @@ def read_options(given: Mapping[str, Any]) -> tuple[Options, list[str]]:
                 values[name] = checked(value, HINTS[name][0], HINTS[name][1].metadata)
             except ValueError as fault:
                 problems.append(f"{name}: {fault}")
-    values["adapter"], faults = read_adapter({**given, "lora": values.get("lora")})
+    values["adapter"], faults = read_adapter({**arguments, "lora": values.get("lora")})
     values["lora"] = plain_rank(values["adapter"])
-    options, invalid = Options(**values), [name for name in given if name in HINTS and name not in values]
+    options, invalid = Options(**values), [name for name in arguments if name in HINTS and name not in values]
     # What depends on an invalid value is not known.
     faults += [p for p in combination_faults(options) if not any(re.search(rf"\b{name}\b", p) for name in invalid)]
     if options.schedule_options and not problems + faults:

@@ -182,9 +182,9 @@ class CollateLists(CollateTexts):
 
     is_ragged: bool = True
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]], position: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
-        batch = super().__call__(rows, where)
+        batch = super().__call__(rows, position)
         there = batch.pop("there")
         slots = torch.where(there, there.flatten().cumsum(0).view(there.shape) - 1, -1)
         return {**batch, "slots": slots}

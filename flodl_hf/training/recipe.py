@@ -108,8 +108,8 @@ def overlay_path(path: Path, env: str) -> Path:
     return place
 
 
-def _fault(where: str | Path, text: str, *problems: str) -> ConfigError:
-    return ConfigError(f"{where}: {text}", where=str(where), problems=list(problems or [text]))
+def _fault(source: str | Path, text: str, *problems: str) -> ConfigError:
+    return ConfigError(f"{source}: {text}", where=str(source), problems=list(problems or [text]))
 
 
 def _chain(path: Path, above: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:

@@ -44,9 +44,9 @@ class Replacing:
     others: tuple[int, ...]
     probability: float
 
-    def __call__(self, row: Mapping[str, Any], where: Where, index: int) -> dict[str, Any]:
+    def __call__(self, row: Mapping[str, Any], position: Where, index: int) -> dict[str, Any]:
         """Return the row with some tokens replaced, and ``labels``: 1 for these, 0 for the text's own."""
-        return dict(row) if "labels" in row else self.drawn(row, where.rng("replace", index))
+        return dict(row) if "labels" in row else self.drawn(row, position.rng("replace", index))
 
     def drawn(self, row: Mapping[str, Any], rng: Rng) -> dict[str, Any]:
         """Return the row as these random numbers have it."""

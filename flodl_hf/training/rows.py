@@ -421,13 +421,13 @@ class CollateRows:
         """Return the collate function for micro-batches of this size, with new shapes."""
         return self if self.shapes_for is None else replace(self, shapes=self.shapes_for(micro_batch_size=size))
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]], position: Where) -> dict[str, Any]:
         """Return the parts of one batch; packed batches also have ``row_lengths``, a list."""
         if self.masking is not None:
-            rows = [self.masking(row, where, index) for row, index in zip(rows, where.indices, strict=True)]
+            rows = [self.masking(row, position, index) for row, index in zip(rows, position.indices, strict=True)]
         taken = TakenRows.of(rows)
         if self.noise:
-            seeds = {SEEDS: row_seeds(where, where.indices)}
+            seeds = {SEEDS: row_seeds(position, position.indices)}
             taken = TakenRows(taken.columns, taken.lengths, {**taken.values, **seeds})
         make = {"padded": self._padded, "packed": _packed, "bucketed": self._filled}[self.layout]
         return {name: _tensor(part) for name, part in make(taken).items()}

@@ -135,7 +135,7 @@ def finetune(
         progress = not options.get("disable_tqdm")
     target = None if out is None else Path(out)
     trackers: list[Tracker] = []
-    if not problems.found:
+    if not problems.messages:
         chosen = as_before(chosen, _kept_in(chosen, target))
         trackers = _trackers(chosen, target)
         if target is not None:

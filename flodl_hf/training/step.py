@@ -75,9 +75,9 @@ STEP = 0x61C88647
 """Between the numbers of neighbours before they are mixed."""
 
 
-def row_seeds(where: Where, rows: Sequence[int], purpose: str = "noise") -> NDArray[np.int64]:
+def row_seeds(position: Where, rows: Sequence[int], purpose: str = "noise") -> NDArray[np.int64]:
     """Return a seed below 2**31 for each row of a batch, for this epoch and purpose."""
-    return np.asarray([int(where.rng(purpose, row).integers(1 << 31, 1)[0]) for row in rows], np.int64)
+    return np.asarray([int(position.rng(purpose, row).integers(1 << 31, 1)[0]) for row in rows], np.int64)
 
 
 @contextmanager

@@ -242,7 +242,7 @@ def name_of(task: Task) -> str:
 
 
 def label_names(
-    found: tuple[str, ...], asked: Sequence[str] | None, declared: Sequence[str] | None, own: Sequence[str]
+    in_data: tuple[str, ...], requested: Sequence[str] | None, declared: Sequence[str] | None, own: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the labels as the data has them, and as the result names them; both by number.
 
@@ -252,23 +252,23 @@ def label_names(
     Raises:
         ConfigError: the data has labels that the caller's names lack.
     """
-    numeric = all(name.isdecimal() for name in found)
-    highest = max(map(int, found)) if numeric else -1
-    for given in (asked, declared, own):
+    numeric = all(name.isdecimal() for name in in_data)
+    highest = max(map(int, in_data)) if numeric else -1
+    for given in (requested, declared, own):
         names = tuple(given or ())
         if not names:
             continue
-        if given is asked and len(set(names)) < len(names):
+        if given is requested and len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ConfigError(f"labels: found {twice} twice; expected each name once", problems=twice)
-        if set(found) <= set(names):
+        if set(in_data) <= set(names):
             return names, names
         # a model with more labels than the data has numbers was trained for something else
         if numeric and (highest < len(names) if given is not own else highest + 1 == len(names)):
             return tuple(str(k) for k in range(len(names))), names
-        if given is asked:
-            missing = sorted(set(found) - set(names))
+        if given is requested:
+            missing = sorted(set(in_data) - set(names))
             raise ConfigError(
                 f"labels: the data has {missing[:8]}, which are not among {list(names)[:20]}", problems=missing
             )
-    return found, found
+    return in_data, in_data

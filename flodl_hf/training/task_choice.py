@@ -149,13 +149,13 @@ def doubtful_labels(task: Task, rows: EncodedRows | None) -> list[str]:
     ]
 
 
-def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:
+def task_line(task: Task, rows: Sequence[Any], requested: str | None) -> str:
     """Return one line that describes the task, its columns, and how to select another task.
 
     Args:
         task: the inferred task.
         rows: the training rows.
-        asked: the task that the caller named.
+        requested: the task that the caller named.
     """
     columns: Any = task.columns  # type: ignore[attr-defined]
     found = {f.name: getattr(columns, f.name) for f in fields(columns) if f.name != "task"}
@@ -173,7 +173,7 @@ def task_line(task: Task, rows: Sequence[Any], asked: str | None) -> str:
         parts.append("the words behind masks are learned, no label")
     parts.append(f"{len(rows):,} row{'s' * (len(rows) != 1)}")
     line = "; ".join(parts)
-    return line if asked else f"{line} (inferred from the columns; task= selects another)"
+    return line if requested else f"{line} (inferred from the columns; task= selects another)"
 
 
 def _quoted(name: Any) -> str:
@@ -277,14 +277,14 @@ def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Column
     )
 
 
-def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], where: str) -> None:
+def _same_columns(columns: Columns, rows: Sequence[Mapping[str, Any]], source: str) -> None:
     wanted = [getattr(columns, role) for role in columns.__dataclass_fields__ if role != "task"]
     names = column_names(rows[:LOOKED_AT])
     absent = [name for name in wanted if name is not None and not any(name in row for row in rows[:LOOKED_AT])]
     if absent:
         near = nearest(absent[0], names)
         raise DataError(
-            f"{where}: no column {', '.join(map(repr, absent))}{near}; it has {names}. Expected the columns of the "
+            f"{source}: no column {', '.join(map(repr, absent))}{near}; it has {names}. Expected the columns of the "
             "training data",
             names=absent,
         )

@@ -206,7 +206,7 @@ class CollateLate(CollateTexts):
     skipped: tuple[int, ...] = ()
     first: bool = True
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]], position: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
         taken = TakenRows.of(rows)
         parts = np.asarray(taken.values[PARTS])
@@ -218,7 +218,7 @@ class CollateLate(CollateTexts):
         if not self.first:
             columns[COUNTED][np.cumsum(lengths[~asked]) - lengths[~asked]] = False
         documents = TakenRows(columns, lengths[~asked], {**taken.values, PARTS: parts[:, 1:]})
-        batch = super().__call__(documents, where)
+        batch = super().__call__(documents, position)
         longest = int(parts[:, 0].max())
         if self.settled and self.mask_id is None:
             longest = min(round_up(longest, QUERY_STEPS, LEAST_QUERY), self.query_tokens or 1 << 30)

@@ -243,9 +243,9 @@ class Rising:
     accumulate: int
     steps: int
 
-    def __call__(self, where: Where) -> dict[str, Any]:
+    def __call__(self, position: Where) -> dict[str, Any]:
         """Return the share, a scalar."""
-        step = self.starts[min(where.epoch, len(self.starts) - 1)] + where.number // self.accumulate
+        step = self.starts[min(position.epoch, len(self.starts) - 1)] + position.number // self.accumulate
         return {
             STRENGTH: torch.tensor(self.loss.strength(step, self.steps) if isinstance(self.loss, SpladeLoss) else 1.0)
         }

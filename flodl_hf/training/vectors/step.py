@@ -176,12 +176,12 @@ class CollateTexts(CollateRows):
     further: Callable[[Where], Mapping[str, Any]] | None = None
     is_ragged: bool = False
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]], position: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
         taken = TakenRows.of(rows)
         parts = np.asarray(taken.values[PARTS])
         lengths = parts[parts > 0]
-        batch = super().__call__(TakenRows(taken.columns, lengths, {}), where)
+        batch = super().__call__(TakenRows(taken.columns, lengths, {}), position)
         if self.lengths:
             batch["row_lengths"] = lengths.tolist()
         named = {
@@ -193,7 +193,7 @@ class CollateTexts(CollateRows):
             named["there"] = torch.from_numpy(parts > 0)
         table = int(np.asarray(taken.values[TABLE])[0])
         if self.further is not None:
-            named |= self.further(where)
+            named |= self.further(position)
         return {**batch, **named, "examples": len(parts), "width": parts.shape[1], TABLE: table}
 
 

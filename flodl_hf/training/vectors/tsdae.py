@@ -307,18 +307,18 @@ class CollateDamaged(CollateTexts):
     longest: int = 0
     targets: float = 0.0
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]], position: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
         taken = TakenRows.of(rows)
         if WORDS not in taken.columns:
-            return super().__call__(taken, where)
+            return super().__call__(taken, position)
         columns = dict(taken.columns)
         words, lengths = columns.pop(WORDS), np.asarray(taken.values[PARTS])
         kept = np.ones(len(words), bool)
         starts = np.cumsum(lengths) - lengths.reshape(-1)
-        for row, index in enumerate(where.indices if self.del_ratio is not None else ()):
+        for row, index in enumerate(position.indices if self.del_ratio is not None else ()):
             part = slice(starts[2 * row], starts[2 * row] + lengths[row, 0])
-            kept[part] = _kept(words[part], where.rng("deletion", int(index)), self.del_ratio or 0.0)
+            kept[part] = _kept(words[part], position.rng("deletion", int(index)), self.del_ratio or 0.0)
         owner = np.repeat(np.arange(lengths.size), lengths.reshape(-1))
         damaged = kept & (owner % 2 == 0)
         left = np.bincount(owner[damaged] // 2, minlength=len(lengths))
@@ -326,7 +326,7 @@ class CollateDamaged(CollateTexts):
             {name: column[damaged] for name, column in columns.items()}, left, {**taken.values, PARTS: left[:, None]}
         )
         count, room = int((lengths[:, 1] - 1).sum()), None
-        batch = replace(self, least=math.ceil(count / max(self.targets, 1e-9)))(rest, where)
+        batch = replace(self, least=math.ceil(count / max(self.targets, 1e-9)))(rest, position)
         if self.layout == "bucketed":
             room = math.ceil(len(batch["input_ids"]) * self.targets)
         elif self.settled:

@@ -136,7 +136,7 @@ def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any) -> Non
 
 def test_all_faults_come_at_once_and_near_names_are_suggested() -> None:
     with pytest.raises(ConfigError) as caught:
-        make_options({"epoch": 3, "precision": "bf61", "lr": "x"}, where="run.yaml")
+        make_options({"epoch": 3, "precision": "bf61", "lr": "x"}, source="run.yaml")
     assert len(caught.value.problems) == 3
     assert "did you mean 'epochs'?" in str(caught.value)
     assert "did you mean 'bf16'?" in str(caught.value)
