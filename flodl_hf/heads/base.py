@@ -343,13 +343,13 @@ class BaseModel(EncoderModel):
     def _measure(self, measure: str | None) -> str:
         return measure or measure_of(self.sentence_recipe.files if self.sentence_recipe else {})
 
-    def _as_vectors(self, given: Any, run: RunKeywords) -> tuple[Any, list[str]]:
+    def _as_vectors(self, values: Any, run: RunKeywords) -> tuple[Any, list[str]]:
         """Return vectors, and the texts that they are of where texts were given."""
-        if isinstance(given, str):
-            given = [given]
-        if isinstance(given, Tensor) or (hasattr(given, "dtype") and given.dtype.kind not in "OUT"):
-            return given, []
-        texts = list(as_text_list(given, "similarity"))
+        if isinstance(values, str):
+            values = [values]
+        if isinstance(values, Tensor) or (hasattr(values, "dtype") and values.dtype.kind not in "OUT"):
+            return values, []
+        texts = list(as_text_list(values, "similarity"))
         return (self.embed(texts, **run), texts) if texts and isinstance(texts[0], str) else (texts, [])
 
     embed_tokens = embed_tokens

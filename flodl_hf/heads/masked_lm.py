@@ -97,16 +97,16 @@ class MaskedLM(ScoringModel):
             raise PredictError(f"fill-mask: top_k={top_k}; expected at least 1", top_k=top_k)
         session, written = Session(self, run), dict[int, str]()
 
-        def start(found: _Masked) -> Pending | None:
+        def start(masked: _Masked) -> Pending | None:
             work = BestAt(top_k=top_k) if best else ScoresAt()
             # Scores of targets are computed for each text alone.
-            return session.start(found.table, work, found.columns) if best or compat is not None else None
+            return session.start(masked.table, work, masked.columns) if best or compat is not None else None
 
-        def finish(chunk: list[str], found: _Masked, scores: Any) -> list[Any]:
+        def finish(chunk: list[str], rows: _Masked, scores: Any) -> list[Any]:
             if best:
-                return _best_words(tokenizer, chunk, found, found.at_masks(scores).numpy(), written)
+                return _best_words(tokenizer, chunk, rows, rows.at_masks(scores).numpy(), written)
             if compat is not None:
-                return _as_pipeline(tokenizer, chunk, found, found.at_masks(scores), top_k, targets)
+                return _as_pipeline(tokenizer, chunk, rows, rows.at_masks(scores), top_k, targets)
             return [self._fill_targets(tokenizer, session, text, top_k, targets or ()) for text in chunk]
 
         # Scores over a whole vocabulary need much memory, so windows are small.
@@ -157,8 +157,8 @@ class MaskedLM(ScoringModel):
             read = prompted(before, chunk, lower=recipe.lower_case)
             return encode(tokenizer, read, max_tokens=most_sentence_tokens(self), strict=strict, truncate=not windows)
 
-        def finish(chunk: list[str], found: Encoded, weights: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
-            return list(from_dense(weights.stacked().numpy(), found.table.owners, len(chunk), pooling.strategy))
+        def finish(chunk: list[str], rows: Encoded, weights: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
+            return list(from_dense(weights.stacked().numpy(), rows.table.owners, len(chunk), pooling.strategy))
 
         if self.run_options.token_budget is None:
             run = {"token_budget": TOKENS, **run}
@@ -287,14 +287,14 @@ class _Masked:
 
 
 def _best_words(
-    tokenizer: Tokenizer, texts: list[str], found: _Masked, values: np.ndarray, written: dict[int, str]
+    tokenizer: Tokenizer, texts: list[str], masked: _Masked, values: np.ndarray, written: dict[int, str]
 ) -> list[Any]:
     """Return the best words of the whole vocabulary for each mask of each text.
 
     Args:
         tokenizer: the tokenizer.
         texts: texts.
-        found: their masks.
+        masked: their masks.
         values: results of `BestAt`.
         written: known tokens as text; others are added.
     """
@@ -308,7 +308,7 @@ def _best_words(
     for token in {token for row in ids for token in row} - written.keys():
         written[token] = tokenizer.decode([token]).strip()
     answers: list[list[list[Fill]]] = [[] for _ in texts]
-    for text, own, tokens in zip(found.text.tolist(), scores, ids, strict=True):
+    for text, own, tokens in zip(masked.text.tolist(), scores, ids, strict=True):
         before, after = _around(tokenizer, texts[text], len(answers[text]))
         words = [written[token] for token in tokens]
         given = [(token,) for token in tokens]
@@ -317,17 +317,17 @@ def _best_words(
 
 
 def _as_pipeline(
-    tokenizer: Tokenizer, texts: list[str], found: _Masked, logits: Tensor, top_k: int, targets: Sequence[str] | None
+    tokenizer: Tokenizer, texts: list[str], masked: _Masked, logits: Tensor, top_k: int, targets: Sequence[str] | None
 ) -> list[Any]:
     """Return the words for the masks of each text as the pipeline of transformers has them."""
     ids = [_target_ids(tokenizer, word)[0] for word in targets] if targets else None
-    table, answers = found.table, []
+    table, answers = masked.table, []
     for text in range(len(texts)):
         first = int(np.flatnonzero(table.owners == text)[0])
         row = table.ids[table.starts[first] : table.starts[first] + table.lengths[first]].tolist()
         answers.append(
             fill_mask(
-                logits[torch.from_numpy(found.text == text)], row,
+                logits[torch.from_numpy(masked.text == text)], row,
                 mask_id=tokenizer.mask_token_id or 0, pad_id=tokenizer.pad_token_id,
                 decode=lambda i, skip: tokenizer.decode(i, skip_special_tokens=skip), top_k=top_k, targets=ids,
             )

@@ -114,8 +114,8 @@ class MultipleChoice(ScoringModel):
             first, second = [prompt for prompt, _ in pairs], [choice for _, choice in pairs]
             return encode(tokenizer, first, second, max_tokens=self.max_tokens, strict=strict)
 
-        def finish(chunk: list[Any], found: Encoded, scores: Pending) -> list[list[Ranked]]:
-            merged = mean_over_windows(scores.stacked(), found.table.owners, found.texts, found.table.counts)[:, 0]
+        def finish(chunk: list[Any], rows: Encoded, scores: Pending) -> list[list[Ranked]]:
+            merged = mean_over_windows(scores.stacked(), rows.table.owners, rows.texts, rows.table.counts)[:, 0]
             given = [_item(item)[1] for item in chunk]
             return [
                 _ranked(own, choices) for own, choices in zip(merged.split(list(map(len, given))), given, strict=True)
@@ -150,7 +150,7 @@ def _is_item(item: Any) -> bool:
     )
 
 
-def _item(item: Any, place: int = 0) -> tuple[str, list[str]]:
+def _item(item: Any, index: int = 0) -> tuple[str, list[str]]:
     """Return a prompt with its choices.
 
     Raises:
@@ -160,8 +160,8 @@ def _item(item: Any, place: int = 0) -> tuple[str, list[str]]:
         item = (item.get("prompt"), item.get("choices"))
     if not _is_item(item):
         raise PredictError(
-            f"predict: item {place} is no prompt with choices; expected (prompt, [choice, ...]) or "
+            f"predict: item {index} is no prompt with choices; expected (prompt, [choice, ...]) or "
             '{"prompt": ..., "choices": [...]} with at least one choice, all of them strings',
-            place=place,
+            place=index,
         )
     return item[0], list(item[1])

@@ -64,9 +64,9 @@ def predict(
             raise PredictError("predict: found single texts; expected pairs (first, second)")
         return encode(tokenizer, first, second, max_tokens=self.max_tokens, strict=strict)
 
-    def finish(chunk: list[Any], found: Encoded, scores: Pending) -> list[Any]:
+    def finish(chunk: list[Any], rows: Encoded, scores: Pending) -> list[Any]:
         return decode_classes(
-            scores.stacked(), FOLLOWS, owners=found.table.owners, weights=found.table.counts, texts=len(chunk),
+            scores.stacked(), FOLLOWS, owners=rows.table.owners, weights=rows.table.counts, texts=len(chunk),
             problem_type="single_label_classification",
         )  # fmt: skip
 

@@ -219,7 +219,7 @@ class QuestionAnswerer(EncoderModel):
         return answers[0] if compat is not None and top_k == 1 and isinstance(answers, list) and answers else answers
 
 
-def _pair(item: Any, place: int) -> tuple[str, str]:
+def _pair(item: Any, index: int) -> tuple[str, str]:
     """Return question and context.
 
     Raises:
@@ -230,9 +230,9 @@ def _pair(item: Any, place: int) -> tuple[str, str]:
         kinds = ", ".join(type(part).__name__ for part in pair) if isinstance(pair, (tuple, list)) else ""
         found = f"({kinds})" if kinds else type(item).__name__
         raise PredictError(
-            f"answer: item {place} is {found}; expected (question, context), two strings; several go to "
+            f"answer: item {index} is {found}; expected (question, context), two strings; several go to "
             "answer_batch([(question, context), ...])",
-            place=place,
+            place=index,
         )
     return pair[0], pair[1]
 

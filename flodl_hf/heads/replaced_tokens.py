@@ -43,7 +43,7 @@ class ReplacedTokens(ScoringModel):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        **given: Any,
+        **kwargs: Any,
     ) -> ReplacedTokensOutput | tuple[Any, ...]:
         """Return a score for each token, and the loss if labels were given.
 
@@ -53,11 +53,11 @@ class ReplacedTokens(ScoringModel):
             token_type_ids: 0 for the first text, 1 for the second, ``(batch, seq)``.
             position_ids: places in the position table, ``(batch, seq)``; None counts them.
             labels: 1 for replaced tokens, 0 for the text's own, ``(batch, seq)``.
-            **given: ``inputs_embeds``, ``output_hidden_states``, ``output_attentions`` and ``return_dict``, as in
+            **kwargs: ``inputs_embeds``, ``output_hidden_states``, ``output_attentions`` and ``return_dict``, as in
                 other tasks.
         """
-        whole = given.pop("return_dict", True)
-        output: Any = super().forward(input_ids, attention_mask, token_type_ids, position_ids, **given)
+        whole = kwargs.pop("return_dict", True)
+        output: Any = super().forward(input_ids, attention_mask, token_type_ids, position_ids, **kwargs)
         if labels is not None:
             output.loss = self.loss(output.logits, labels, attention_mask)
         return output if whole else output.to_tuple()

@@ -316,15 +316,15 @@ class SequenceClassifier(ScoringModel):
         return encode(tokenizer, firsts, seconds, max_tokens=limit, strict=strict, truncate=truncate)
 
 
-def ranking_activation(config: ModelConfig, given: str | None = None) -> Activation:
+def ranking_activation(config: ModelConfig, function: str | None = None) -> Activation:
     """Return the function that makes scores of a cross-encoder's logits: the given, else the stored one, else sigmoid.
 
     Raises:
         ConfigError: as of `score_function`.
         PredictError: the given function is not known.
     """
-    stored = None if given is not None else score_function(config)
-    return stored or activation_for(None, config.num_labels, given or "sigmoid")
+    stored = None if function is not None else score_function(config)
+    return stored or activation_for(None, config.num_labels, function or "sigmoid")
 
 
 def _hypotheses(template: Any, labels: Sequence[str]) -> list[str]:

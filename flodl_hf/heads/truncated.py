@@ -15,11 +15,11 @@ from flodl_hf.inference.inputs import Encoded
 from flodl_hf.inference.token_table import table_of
 
 
-def truncates(given: Mapping[str, Any]) -> bool:
+def truncates(kwargs: Mapping[str, Any]) -> bool:
     """Return whether options of a tokenizer truncate texts: ``max_length`` does so without ``truncation``."""
-    truncation = given.get("truncation")
+    truncation = kwargs.get("truncation")
     if truncation is None:
-        return given.get("max_length") is not None and not given.get("padding")
+        return kwargs.get("max_length") is not None and not kwargs.get("padding")
     return truncation not in (False, "do_not_truncate")
 
 
@@ -30,11 +30,11 @@ def most_tokens(model: Any) -> int | None:
     return model.max_tokens if limited else model.tokenizer.model_max_length
 
 
-def encoded_text(model: Any, text: Any, pair: str | None = None, **given: Any) -> dict[str, Any]:
+def encoded_text(model: Any, text: Any, pair: str | None = None, **kwargs: Any) -> dict[str, Any]:
     """Return the tensors of one text on the model's device, made with the given options of the tokenizer."""
-    if given.get("max_length") is None and (truncates(given) or given.get("padding") == "max_length"):
-        given["max_length"] = most_tokens(model)
-    encoded = model.tokenizer(text, pair, return_tensors="pt", **given)
+    if kwargs.get("max_length") is None and (truncates(kwargs) or kwargs.get("padding") == "max_length"):
+        kwargs["max_length"] = most_tokens(model)
+    encoded = model.tokenizer(text, pair, return_tensors="pt", **kwargs)
     names = ["input_ids", "attention_mask"] + ["token_type_ids"] * model.config.uses_token_types
     return {name: encoded[name].to(model.device) for name in names if name in encoded}
 

@@ -49,15 +49,15 @@ def most_sentence_tokens(model: EncoderModel) -> int | None:
     return model._most_tokens(recipe.max_tokens if recipe else None)
 
 
-def keywords_for(kind: str, model: EncoderModel, given: Mapping[str, Any]) -> dict[str, Any]:
+def keywords_for(kind: str, model: EncoderModel, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return default keywords of `BaseModel.encode` for queries or documents, without those of the call.
 
     Args:
         kind: "query" or "document".
         model: the model; its folder may have prompts, routes or task adapters.
-        given: keywords of the call.
+        keywords: keywords of the call.
     """
-    recipe, found = model.sentence_recipe, dict(given)
+    recipe, found = model.sentence_recipe, dict(keywords)
     if found.get("prompt") is None and found.get("prompt_name") is None and recipe is not None:
         # The library has an empty prompt of either name where the folder has none, so its usual one is never put there.
         found["prompt"] = recipe.prompts.get(kind, "")
@@ -163,12 +163,12 @@ def pooled_beyond(
         batch_invariant: compute each vector by itself, because products of several rows are summed in another order.
     """
 
-    def finished(found: Tensor) -> Tensor:
-        if batch_invariant and len(found) > 1:
-            return torch.cat([finished(row) for row in found.split(1)])
+    def finished(pooled: Tensor) -> Tensor:
+        if batch_invariant and len(pooled) > 1:
+            return torch.cat([finished(row) for row in pooled.split(1)])
         for layer in dense:
-            found = layer(found)
-        return finish_embeddings(found, truncate_dim=truncate_dim, normalize=normalize)
+            pooled = layer(pooled)
+        return finish_embeddings(pooled, truncate_dim=truncate_dim, normalize=normalize)
 
     if (recipe.include_prompt or not prompt) and not recipe.changes_states:
         vectors = Vectors(None, normalize=False)
@@ -388,14 +388,14 @@ def embed_sparse(
     def weighed(values: Tensor) -> np.ndarray:
         return torch.relu(lexical(values))[:, 0].numpy()
 
-    def finish(chunk: list[str], found: Encoded, states: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
+    def finish(chunk: list[str], rows: Encoded, states: Pending) -> list[tuple[np.ndarray, np.ndarray]]:
         placed = states.placed()
         together = None if alone else weighed(placed.values)
         parts: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in chunk]
-        at = np.cumsum(found.table.lengths) - found.table.lengths
-        for row, owner in enumerate(found.table.owners.tolist()):
-            length, start = int(found.table.lengths[row]), int(placed.starts[row])
-            ids = found.table.ids[at[row] : at[row] + length]
+        at = np.cumsum(rows.table.lengths) - rows.table.lengths
+        for row, owner in enumerate(rows.table.owners.tolist()):
+            length, start = int(rows.table.lengths[row]), int(placed.starts[row])
+            ids = rows.table.ids[at[row] : at[row] + length]
             mine = slice(start, start + length)
             parts[owner].append((ids, weighed(placed.values[mine]) if together is None else together[mine]))
         joined = [tuple(np.concatenate(side) for side in zip(*own, strict=True)) for own in parts]

@@ -262,15 +262,19 @@ def _files(around: Mapping[str, str]) -> Iterator[Finding]:
         yield _folder("Triton's cache", compiled, f"{'empty' if empty else 'filled'}, at {compiled}", note)
 
 
-def _folder(name: str, path: Path, found: str, advice: str = "") -> Finding:
+def _folder(name: str, path: Path, status: str, advice: str = "") -> Finding:
     """Return a finding on an output folder: whether it is writable, and its free space."""
     nearest = next(p for p in (path, *path.parents) if p.exists())
     if not os.access(nearest, os.W_OK):
-        return Finding("files", name, f"{found}; cannot be written", "problem", f"allow writing to {nearest}")
+        return Finding("files", name, f"{status}; cannot be written", "problem", f"allow writing to {nearest}")
     free = shutil.disk_usage(nearest).free
     if free < 2 * GIB:
-        return Finding("files", name, f"{found}; {free / GIB:.1f} GiB left on its disk", "note", "free some disk space")
-    return Finding("files", name, f"{found}; {free / GIB:.0f} GiB left on its disk", "note" if advice else "ok", advice)
+        return Finding(
+            "files", name, f"{status}; {free / GIB:.1f} GiB left on its disk", "note", "free some disk space"
+        )
+    return Finding(
+        "files", name, f"{status}; {free / GIB:.0f} GiB left on its disk", "note" if advice else "ok", advice
+    )
 
 
 def _environment(around: Mapping[str, str]) -> Iterator[Finding]:

@@ -242,13 +242,13 @@ class Engine:
 
         return step
 
-    def _back(self, found: Tensor, count: int) -> tuple[Tensor, Any]:
-        found = found[:count]
+    def _back(self, output: Tensor, count: int) -> tuple[Tensor, Any]:
+        output = output[:count]
         if not self.cuda:
-            return found.cpu(), None
+            return output.cpu(), None
         # Copied while the next batch runs; the event is set when the copy is complete.
-        home = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        home.copy_(found, non_blocking=True)
+        home = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+        home.copy_(output, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         return home, event

@@ -101,9 +101,9 @@ def _sweep(modules: list[nn.Module]) -> None:
                     hooks.pop(key, None)
 
 
-def _enters(states: list[Tensor], _module: nn.Module, given: tuple[Any, ...]) -> None:
+def _enters(states: list[Tensor], _module: nn.Module, inputs: tuple[Any, ...]) -> None:
     if not states:
-        states.append(given[0])
+        states.append(inputs[0])
 
 
 def _leaves(states: list[Tensor], _module: nn.Module, _given: Any, out: Tensor) -> None:
@@ -176,5 +176,5 @@ def given_embeddings(network: nn.Module, embeds: Tensor) -> Iterator[None]:
         given.over = True  # a hook that a Ctrl-C left behind gives the table's own words again
 
 
-def _instead(given: Mine, _module: nn.Module, _ids: Any, _out: Tensor) -> Tensor | None:
-    return given[0] if not given.over and given.thread in (None, get_ident()) else None
+def _instead(embeds: Mine, _module: nn.Module, _ids: Any, _out: Tensor) -> Tensor | None:
+    return embeds[0] if not embeds.over and embeds.thread in (None, get_ident()) else None

@@ -329,11 +329,11 @@ def _first_ids(
         cut: "first", "second" or "longest": the text that is truncated.
     """
 
-    def read(given: Sequence[str], name: str) -> Flat:
+    def read(batch: Sequence[str], name: str) -> Flat:
         if cut in (name, "longest") and backend.splits_at_spaces and space > 0:
             # One token more than fits shows that a text is truncated.
-            return beginnings(given, space + 1, backend.flat)[1]
-        return backend.flat(given)
+            return beginnings(batch, space + 1, backend.flat)[1]
+        return backend.flat(batch)
 
     first, second = read(texts, "first"), None if pairs is None else read(pairs, "second")
     if pairs is not None and second is not None:

@@ -61,9 +61,9 @@ class _Step(NamedTuple):
 class _Reached(Exception):
     """Raised when a pass reaches the layers; contains the states and the shared arguments."""
 
-    def __init__(self, states: Tensor, given: dict[str, Any]) -> None:
+    def __init__(self, states: Tensor, kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self.states, self.given = states, given
+        self.states, self.kwargs = states, kwargs
 
 
 class _Between(nn.Module):
@@ -73,10 +73,10 @@ class _Between(nn.Module):
         super().__init__()
         self.result: Tensor | None = None
 
-    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """Return the result of the layers."""
         if self.result is None:
-            raise _Reached(hidden, given)
+            raise _Reached(hidden, kwargs)
         return self.result
 
 
@@ -135,8 +135,8 @@ class Layered:
             try:
                 work(self._graph, *given)
             except _Reached as reached:
-                group.append([work, given, reached.states, reached.given])
-                values = [v for v in reached.given.values() if isinstance(v, Tensor)]
+                group.append([work, given, reached.states, reached.kwargs])
+                values = [v for v in reached.kwargs.values() if isinstance(v, Tensor)]
                 room -= sum(tensor.nbytes for tensor in (reached.states, *values))
             if room <= 0:
                 break

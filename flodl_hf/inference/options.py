@@ -124,7 +124,7 @@ class RunOptions:
     window: int | None = None
     progress: bool | None = None
 
-    def changed(self, given: dict[str, Any]) -> RunOptions:
+    def changed(self, keywords: dict[str, Any]) -> RunOptions:
         """Return the options with some replaced.
 
         Raises:
@@ -132,16 +132,16 @@ class RunOptions:
             PredictError: a value makes no sense.
             DeviceError: a device is not available.
         """
-        if not given:
+        if not keywords:
             return self
         names = [field.name for field in fields(self)]
-        for name in given:
+        for name in keywords:
             if name not in names:
                 raise TypeError(
                     f"unexpected keyword argument {name!r}{nearest(name, names)}; beside the method's own arguments, "
                     f"expected one of {', '.join(names)}"
                 )
-        values = dict(given)
+        values = dict(keywords)
         devices = values.get("devices")
         if devices is not None:
             if isinstance(devices, str) and devices == "auto":

@@ -78,14 +78,14 @@ class Session:
 
     Args:
         model: the model.
-        given: the call's run options, which override the model's.
+        keywords: the call's run options, which override the model's.
     """
 
-    def __init__(self, model: GraphModel, given: RunKeywords) -> None:
+    def __init__(self, model: GraphModel, keywords: RunKeywords) -> None:
         warn_after_fork()
         self.model = model
         options = model._run_options or RunOptions()
-        self.options = options.changed(dict(given)) if given else options
+        self.options = options.changed(dict(keywords)) if keywords else options
         if len(self.options.devices or ()) > 1 and model.weights_on_disk is not None:
             raise PredictError(
                 f"devices={[str(device) for device in self.options.devices or ()]}: the model's weights are on disk, "

@@ -69,19 +69,19 @@ def quantize_embeddings(
     return counted.astype(np.uint8) if precision == "uint8" else (counted - 128).astype(np.int8)
 
 
-def check_store(found: str, name: str = "store") -> None:
+def check_store(value: str, name: str = "store") -> None:
     """Refuse a precision that vectors cannot be kept in.
 
     Args:
-        found: the argument's value.
+        value: the argument's value.
         name: of the argument in the message.
 
     Raises:
         PredictError: it is none of `PRECISIONS`.
     """
-    if found not in PRECISIONS:
+    if value not in PRECISIONS:
         raise PredictError(
-            f"{name} {found!r}{nearest(found, PRECISIONS)}; expected one of {', '.join(PRECISIONS)}", precision=found
+            f"{name} {value!r}{nearest(value, PRECISIONS)}; expected one of {', '.join(PRECISIONS)}", precision=value
         )
 
 
@@ -145,12 +145,12 @@ def byte_search(
     return near if whole is None else _in_order(asked, near, as_vectors(whole, "whole"), None, top_k, place)
 
 
-def _check(where: str, queries: Tensor, size: int, unit: int, top_k: int, more: int) -> None:
+def _check(function: str, queries: Tensor, size: int, unit: int, top_k: int, more: int) -> None:
     wrong = [f"{name}={n}; expected 1 or more" for name, n in (("top_k", top_k), ("rescore_multiplier", more)) if n < 1]
     if not 0 <= size - queries.shape[1] < unit:
         wrong.append(f"queries of {queries.shape[1]} features and a corpus of {size}; expected as many")
     if wrong:
-        raise PredictError(f"{where}: {'; '.join(wrong)}", problems=wrong)
+        raise PredictError(f"{function}: {'; '.join(wrong)}", problems=wrong)
 
 
 def _signs(bits: Tensor, size: int) -> Tensor:
@@ -161,19 +161,19 @@ def _signs(bits: Tensor, size: int) -> Tensor:
 
 
 def _in_order(
-    asked: Tensor,
+    queries: Tensor,
     near: SearchResults,
     rows: Tensor,
     expand: Callable[[Tensor], Tensor] | None,
     top_k: int,
-    place: torch.device,
+    device: torch.device,
 ) -> SearchResults:
     """Return the candidates in the order of their products with the queries, some queries at a time."""
     scores, indices = [], []
-    for block, at in zip(asked.split(BLOCK), near.indices.split(BLOCK), strict=True):
-        own = rows[at.flatten().to(rows.device)].to(place)
+    for block, at in zip(queries.split(BLOCK), near.indices.split(BLOCK), strict=True):
+        own = rows[at.flatten().to(rows.device)].to(device)
         own = (own.float() if expand is None else expand(own)).view(*at.shape, -1)
-        found = torch.einsum("qd,qkd->qk", block.to(place), own).cpu()
+        found = torch.einsum("qd,qkd->qk", block.to(device), own).cpu()
         order = found.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
         scores.append(found.gather(1, order))
         indices.append(at.gather(1, order))

@@ -20,19 +20,19 @@ MOST_TEXT = 2000
 """Most characters of one text that a page shows."""
 
 
-def page_of(found: Any) -> str:
+def page_of(result: Any) -> str:
     """Return the results of one text as a piece of HTML, in the form for its kind of records."""
-    if found.empty and not found:
-        return f"<div>{_shown(found.given) or '&nbsp;'} <i>(empty)</i></div>"
-    draw = _PAGES.get(found.called)
-    return f"<pre>{escape(repr(found))}</pre>" if draw is None else draw(found)
+    if result.empty and not result:
+        return f"<div>{_shown(result.given) or '&nbsp;'} <i>(empty)</i></div>"
+    draw = _PAGES.get(result.called)
+    return f"<pre>{escape(repr(result))}</pre>" if draw is None else draw(result)
 
 
-def list_page(found: Sequence[Any]) -> str:
+def list_page(results: Sequence[Any]) -> str:
     """Return the results of several texts as a piece of HTML."""
-    parts = [page_of(one) if hasattr(one, "called") else escape(repr(one)) for one in found[:SHOWN]]
-    if len(found) > SHOWN:
-        parts.append(f"<div>... {len(found) - SHOWN:,} more</div>")
+    parts = [page_of(one) if hasattr(one, "called") else escape(repr(one)) for one in results[:SHOWN]]
+    if len(results) > SHOWN:
+        parts.append(f"<div>... {len(results) - SHOWN:,} more</div>")
     return "".join(f'<div style="margin:0 0 .8em">{part}</div>' for part in parts)
 
 
@@ -50,10 +50,10 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
 
 
-def _shown(given: Any) -> str:
-    if isinstance(given, (tuple, list)):
-        return " <b>|</b> ".join(_shown(part) for part in given)
-    text = str(given)
+def _shown(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return " <b>|</b> ".join(_shown(part) for part in value)
+    text = str(value)
     return escape(text if len(text) <= MOST_TEXT else text[:MOST_TEXT] + " ...")
 
 
@@ -65,9 +65,9 @@ def _bar(score: float) -> str:
     )
 
 
-def _labels(found: Any) -> str:
-    rows = [(escape(one.label), _bar(one.score)) for one in found[:SHOWN]]
-    return f"<div>{_shown(found.given)}</div>{table(rows)}"
+def _labels(result: Any) -> str:
+    rows = [(escape(one.label), _bar(one.score)) for one in result[:SHOWN]]
+    return f"<div>{_shown(result.given)}</div>{table(rows)}"
 
 
 def marked(text: str, spans: Iterable[tuple[int, int, str, str]]) -> str:
@@ -91,18 +91,18 @@ def marked(text: str, spans: Iterable[tuple[int, int, str, str]]) -> str:
     return f'<div style="line-height:1.9">{"".join(parts)}{escape(text[at:])}</div>'
 
 
-def _entities(found: Any) -> str:
-    return marked(str(found.given), [(e.start, e.end, e.label, f"{e.label} {e.score:.4f}") for e in found])
+def _entities(result: Any) -> str:
+    return marked(str(result.given), [(e.start, e.end, e.label, f"{e.label} {e.score:.4f}") for e in result])
 
 
-def _answers(found: Any) -> str:
-    question, context = found.given
-    best = found[0] if len(found) else None
+def _answers(result: Any) -> str:
+    question, context = result.given
+    best = result[0] if len(result) else None
     asked = f"<div><b>{_shown(question)}</b></div>"
     if best is None or best.no_answer:
         said = f"<i>no answer</i> {best.score:.4f}" if best is not None else "<i>no answer</i>"
         return f"{asked}<div>{said}</div><div>{_shown(context)}</div>"
-    rows = [(escape(one.text) or "<i>no answer</i>", _bar(one.score)) for one in found[:SHOWN]]
+    rows = [(escape(one.text) or "<i>no answer</i>", _bar(one.score)) for one in result[:SHOWN]]
     start, end = best.start, best.end
     if len(context) > MOST_TEXT:
         first = max(0, start - MOST_TEXT // 2)
@@ -110,17 +110,17 @@ def _answers(found: Any) -> str:
     return f"{asked}{table(rows)}{marked(context, [(start, end, 'answer', f'{best.score:.4f}')])}"
 
 
-def _fills(found: Any) -> str:
+def _fills(result: Any) -> str:
     masks = []
-    for number, fills in enumerate(found, 1):
+    for number, fills in enumerate(result, 1):
         rows = [(f"<b>{escape(fill.token)}</b>", _bar(fill.score), escape(fill.sequence)) for fill in fills[:SHOWN]]
-        masks.append((f"<div>mask {number}</div>" if len(found) > 1 else "") + table(rows))
-    return f"<div>{_shown(found.given)}</div>{''.join(masks)}"
+        masks.append((f"<div>mask {number}</div>" if len(result) > 1 else "") + table(rows))
+    return f"<div>{_shown(result.given)}</div>{''.join(masks)}"
 
 
-def _ranking(found: Any) -> str:
-    rows = [(str(n), f"{one.score:.4f}", _shown(one.text)) for n, one in enumerate(found[:SHOWN], 1)]
-    return f"<div><b>{_shown(found.given)}</b></div>{table(rows, ('', 'score', 'document'))}"
+def _ranking(result: Any) -> str:
+    rows = [(str(n), f"{one.score:.4f}", _shown(one.text)) for n, one in enumerate(result[:SHOWN], 1)]
+    return f"<div><b>{_shown(result.given)}</b></div>{table(rows, ('', 'score', 'document'))}"
 
 
 _PAGES: dict[str, Callable[[Any], str]] = {

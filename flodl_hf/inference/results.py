@@ -71,9 +71,9 @@ class Found(Sequence[T]):
     columns: ClassVar[tuple[str, ...]] = ()
     """Columns of a row of a table."""
 
-    def __init__(self, found: Iterable[T] = (), given: Any = "") -> None:
-        self._records = found if type(found) is list else list(found)
-        self.given = given
+    def __init__(self, records: Iterable[T] = (), source: Any = "") -> None:
+        self._records = records if type(records) is list else list(records)
+        self.given = source
 
     # --- a sequence -----------------------------------------------------------------------------
 
@@ -84,17 +84,17 @@ class Found(Sequence[T]):
         return iter(self._records)
 
     @overload
-    def __getitem__(self, place: int) -> T: ...
+    def __getitem__(self, index: int) -> T: ...
     @overload
-    def __getitem__(self, place: slice) -> list[T]: ...
+    def __getitem__(self, index: slice) -> list[T]: ...
     @overload
-    def __getitem__(self, place: str) -> Any: ...
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, str):
-            if place not in self.columns:
-                raise KeyError(f"{place!r}; expected one of {', '.join(self.columns)}")
-            return plain(getattr(self, place))
-        return self._records[place]
+    def __getitem__(self, index: str) -> Any: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            if index not in self.columns:
+                raise KeyError(f"{index!r}; expected one of {', '.join(self.columns)}")
+            return plain(getattr(self, index))
+        return self._records[index]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Found):
@@ -169,32 +169,32 @@ def _short(record: Any) -> str:
     return f"{said} {record.score:.3g}" if hasattr(record, "score") else str(record)
 
 
-def _cut(given: Any, limit: int = 40) -> str:
-    if isinstance(given, str):
-        return repr(given if len(given) <= limit else given[: limit - 1] + "…")
-    if isinstance(given, Mapping):
-        given = tuple(given.values())
-    if isinstance(given, (tuple, list)):
-        return " + ".join(_cut(part, limit) for part in given[:2]) + (" + …" if len(given) > 2 else "")
-    return repr(given)
+def _cut(value: Any, limit: int = 40) -> str:
+    if isinstance(value, str):
+        return repr(value if len(value) <= limit else value[: limit - 1] + "…")
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return " + ".join(_cut(part, limit) for part in value[:2]) + (" + …" if len(value) > 2 else "")
+    return repr(value)
 
 
-def _texts(given: Any) -> dict[str, Any]:
-    if isinstance(given, Mapping):
-        return {str(name): part for name, part in given.items()}
-    if isinstance(given, tuple) and len(given) == 2:
-        return {"text": given[0], "text_pair": given[1]}
-    return {"text": list(given) if isinstance(given, (list, tuple)) else given}
+def _texts(source: Any) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        return {str(name): part for name, part in source.items()}
+    if isinstance(source, tuple) and len(source) == 2:
+        return {"text": source[0], "text_pair": source[1]}
+    return {"text": list(source) if isinstance(source, (list, tuple)) else source}
 
 
 def _best(name: str, description: str) -> Any:
     """Return a property: a field of the best record, None without records."""
-    return property(lambda found: found._of_best(name), doc=description)
+    return property(lambda result: result._of_best(name), doc=description)
 
 
 def _input(description: str, part: int | None = None) -> Any:
     """Return a property: what was predicted, or one part of it."""
-    return property(lambda found: found.given if part is None else found.given[part], doc=description)
+    return property(lambda result: result.given if part is None else result.given[part], doc=description)
 
 
 class Labels(Found["Classification"]):
@@ -344,9 +344,9 @@ class Results(list[R]):
         """Places of the texts with nothing to read."""
         return [place for place, found in enumerate(self) if found.empty]
 
-    def __getitem__(self, place: Any) -> Any:
-        found = super().__getitem__(place)
-        return type(self)(found) if isinstance(place, slice) else found
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return type(self)(found) if isinstance(index, slice) else found
 
     def __repr__(self) -> str:
         lines = [f"  {found!r}," for found in list.__iter__(self[:5])]

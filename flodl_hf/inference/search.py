@@ -47,19 +47,19 @@ class SearchResults(Sequence[list[dict[str, Any]]]):
         return [{"corpus_id": place, "score": score} for place, score in pairs]
 
 
-def as_vectors(given: Any, name: str) -> Tensor:
+def as_vectors(values: Any, name: str) -> Tensor:
     """Return vectors as a tensor ``(n, size)``, in the dtype they have.
 
     Args:
-        given: a tensor, an array, a list of either, or one vector.
+        values: a tensor, an array, a list of either, or one vector.
         name: name of the vectors in the message.
 
     Raises:
         PredictError: they are no such vectors.
     """
-    if isinstance(given, (list, tuple)) and given and isinstance(given[0], Tensor):
-        given = torch.stack(list(given))
-    vectors = given if isinstance(given, Tensor) else _from_array(np.asarray(given))
+    if isinstance(values, (list, tuple)) and values and isinstance(values[0], Tensor):
+        values = torch.stack(list(values))
+    vectors = values if isinstance(values, Tensor) else _from_array(np.asarray(values))
     vectors = vectors[None] if vectors.dim() == 1 else vectors
     if vectors.dim() != 2:
         raise PredictError(
@@ -108,7 +108,7 @@ def semantic_search(
     place = torch.device(device) if device is not None else corpus.device
     score = MEASURES[measure]
     return search_blocks(
-        queries, corpus, lambda asked, texts: score(asked, texts.float()), top_k, place, query_chunk_size,
+        queries, corpus, lambda block, texts: score(block, texts.float()), top_k, place, query_chunk_size,
         corpus_chunk_size,
     )  # fmt: skip
 
@@ -118,7 +118,7 @@ def search_blocks(
     corpus: Tensor,
     score: Callable[[Tensor, Tensor], Tensor],
     top_k: int,
-    place: torch.device,
+    device: torch.device,
     query_chunk_size: int = QUERIES,
     corpus_chunk_size: int = CORPUS,
 ) -> SearchResults:
@@ -129,7 +129,7 @@ def search_blocks(
         corpus: ``(texts, ...)``; scored in the dtype that it has.
         score: gives ``(queries, texts)``, the larger the better.
         top_k: how many for each query; all where there are fewer.
-        place: where to compute.
+        device: where to compute.
         query_chunk_size: number of queries per block.
         corpus_chunk_size: number of corpus vectors per block.
     """
@@ -138,12 +138,12 @@ def search_blocks(
         return SearchResults(torch.zeros(len(queries), most), torch.zeros(len(queries), most, dtype=torch.int64))
     parts = []
     for block in queries.split(query_chunk_size):
-        asked = block.to(place, torch.float32)
-        scores = torch.empty(len(block), 0, device=place)
-        indices = torch.empty(len(block), 0, dtype=torch.int64, device=place)
+        asked = block.to(device, torch.float32)
+        scores = torch.empty(len(block), 0, device=device)
+        indices = torch.empty(len(block), 0, dtype=torch.int64, device=device)
         for start in range(0, len(corpus), corpus_chunk_size):
-            found = score(asked, corpus[start : start + corpus_chunk_size].to(place))
-            places = torch.arange(start, start + found.shape[1], device=place).expand(len(block), -1)
+            found = score(asked, corpus[start : start + corpus_chunk_size].to(device))
+            places = torch.arange(start, start + found.shape[1], device=device).expand(len(block), -1)
             scores, indices = _best(torch.cat([scores, found], 1), torch.cat([indices, places], 1), most)
         parts.append((scores.cpu(), indices.cpu()))
     return SearchResults(torch.cat([scores for scores, _ in parts]), torch.cat([indices for _, indices in parts]))

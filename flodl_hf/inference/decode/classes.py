@@ -210,17 +210,17 @@ def decode_classes(
     ]
 
 
-def decide(found: Sequence[Classification], thresholds: Mapping[str, float]) -> list[Classification]:
+def decide(labels: Sequence[Classification], thresholds: Mapping[str, float]) -> list[Classification]:
     """Return the predicted one of two labels: the second if its score reaches its threshold, else the first.
 
     Args:
-        found: both labels of a text with their scores; nothing of a text with nothing to read.
+        labels: both labels of a text with their scores; nothing of a text with nothing to read.
         thresholds: by label, in the order of their ids.
     """
     first, second = thresholds
-    scores = {one.label: one for one in found}
+    scores = {one.label: one for one in labels}
     if second not in scores:
-        return list(found)
+        return list(labels)
     return [scores[second if scores[second].score >= thresholds[second] else first]]
 
 

@@ -334,12 +334,12 @@ def _entities(
     return [found[a:b] for a, b in zip([0, *stops], stops, strict=False)]
 
 
-def _softmax(logits: torch.Tensor, place: np.ndarray) -> np.ndarray:
+def _softmax(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
     """Return the distributions of some tokens, one column each, ``(labels, tokens)``.
 
     Arrays, and labels first: sums along a short row are slow, and torch would wake a thread for every core.
     """
-    chosen = logits.numpy()[place]
+    chosen = logits.numpy()[tokens]
     if not bool(np.isfinite(chosen).all()):
         raise PredictError(
             "entities: the logits are not finite; expected numbers; half precision may have overflowed, "
