@@ -7,12 +7,13 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
+from safetensors.torch import load as parse_tensors
 from torch import nn
 
 from flodl.devices import cuda_count
@@ -24,7 +25,7 @@ from flodl.train.callback import Guarded
 from flodl.train.events import EpochMetrics, Event, Events, Observed, RunFailed, StepDone
 from flodl.train.plan import GivenModel, RunPlan
 from flodl.train.saving.state import learned_tensors, model_state
-from flodl.train.snapshots import ModelSnapshot, ModelWeights, SharedWeights, Tensors, unpack_weights
+from flodl.train.snapshots import ModelSnapshot, ModelWeights, SharedWeights, Tensors
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Trained(ModelWeights):
         if not keep:
             return cls({}, {}, whole=False)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        return cls({k: v for k, v in state.items() if k in names}, {k: v for k, v in state.items() if k not in names})
+        return cls(*cls.split(state, state.keys() - names))
 
     def __repr__(self) -> str:
         if not self.whole:
@@ -176,11 +177,13 @@ class Handle:
         if kind == "event":
             self._events.emit(body)
         elif kind == "snapshot":
-            step, epoch, data, metrics = body
-            self._snapshots.append(ModelSnapshot(step, epoch, *unpack_weights(data), metrics))
+            step, epoch, data, buffers, metrics = body
+            self._snapshots.append(
+                ModelSnapshot(step, epoch, *ModelSnapshot.split(parse_tensors(data), buffers), metrics)
+            )
         elif kind == "stopped":
-            step, folder, table = body
-            self._stopped = {"step": step, "folder": folder, "trained": self._result(table)}
+            step, folder, *weights = body
+            self._stopped = {"step": step, "folder": folder, "trained": self._result(*weights)}
         elif kind == "failed":
             error, restarts = body
             about: Any = {"failed_rank": error.rank, "phase": error.phase, "restarts": restarts}
@@ -190,10 +193,10 @@ class Handle:
             return self._metrics_fn(partial(warnings.warn, category=RuntimeWarning, stacklevel=2), body) is not False
         return None
 
-    def _result(self, table: list[tuple[Any, ...]]) -> Trained:
+    def _result(self, table: list[tuple[Any, ...]], buffers: Collection[str]) -> Trained:
         """Return the result of the weights that rank 0 wrote; a model that the user passed gets them."""
         factory = self._plan.model_factory
-        trained = Trained(*self._weights.read(table), list(self._metrics), _factory=factory)
+        trained = Trained(*Trained.split(self._weights.read(table), buffers), list(self._metrics), _factory=factory)
         if isinstance(factory, GivenModel):
             trained.load_into(factory.model)
         return trained
@@ -276,8 +279,8 @@ class Handle:
         """
         if self._trained is None:
             with self._audience, self._interrupted():
-                table = self._crew.wait()[0]
-            self._trained = self._result(table)
+                weights = self._crew.wait()[0]
+            self._trained = self._result(*weights)
         return self._trained
 
 
@@ -316,12 +319,12 @@ def _run_rank(ranks: Ranks, plan: RunPlan, make_trainer: Callable[[RunPlan], Any
         trainer.train()
     except TrainInterrupted as stop:
         if ranks.rank == 0:
-            table = shared.write(stop.trained.state_dict(), stop.trained.buffers)
-            ranks.pipe.send(("stopped", (stop.step, stop.folder, table)))
+            weights = shared.write(stop.trained.state_dict()), list(stop.trained.buffers)
+            ranks.pipe.send(("stopped", (stop.step, stop.folder, *weights)))
         raise
     if ranks.rank and not trainer.sharded:
         return None
     model = trainer.model
     state = model_state(model, keep=ranks.rank == 0) if trainer.sharded else learned_tensors(model)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return shared.write(state, state.keys() - names) if ranks.rank == 0 else None
+    return (shared.write(state), list(state.keys() - names)) if ranks.rank == 0 else None

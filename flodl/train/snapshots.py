@@ -13,21 +13,20 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from typing import Any
 
 import torch
-from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as format_tensors
 from torch import nn
 
 from flodl.background import BackgroundWorker
 from flodl.checkpoint import load_tensors, save_tensors
 from flodl.errors import CheckpointError, TrainError
-from flodl.train.saving.state import copies, event_after, load_model, on_host
+from flodl.train.saving.state import copy_in_background, load_model
 
 KEY = "snapshot"
 ALIGNMENT = 64
@@ -44,6 +43,14 @@ class ModelWeights:
         """Return parameters and buffers in one dict."""
         return {**self.parameters, **self.buffers}
 
+    @staticmethod
+    def split(tensors: Tensors, buffers: Collection[str]) -> tuple[Tensors, Tensors]:
+        """Return the parameters and the buffers among tensors."""
+        kinds: tuple[Tensors, Tensors] = {}, {}
+        for name, tensor in tensors.items():
+            kinds[name in buffers][name] = tensor
+        return kinds
+
     def load_into(self, model: nn.Module) -> nn.Module:
         """Copy the weights into ``model`` and return it.
 
@@ -52,19 +59,6 @@ class ModelWeights:
         """
         load_model(model, self.state_dict())
         return model
-
-
-def pack_weights(weights: ModelWeights) -> bytes:
-    """Return weights as bytes, for another process."""
-    named = {f"p:{k}": v for k, v in weights.parameters.items()} | {f"b:{k}": v for k, v in weights.buffers.items()}
-    return format_tensors(named)
-
-
-def unpack_weights(data: bytes) -> tuple[Tensors, Tensors]:
-    """Return the parameters and buffers of `pack_weights`."""
-    state = parse_tensors(data)
-    parameters, buffers = ({k[2:]: v for k, v in state.items() if k.startswith(kind)} for kind in ("p:", "b:"))
-    return parameters, buffers
 
 
 class SharedWeights:
@@ -82,33 +76,27 @@ class SharedWeights:
         """Return what a new process needs to open the same memory."""
         return _received, (reduction.DupFd(self.descriptor),)
 
-    def write(self, tensors: Tensors, buffers: Iterable[str]) -> list[tuple[Any, ...]]:
+    def write(self, tensors: Tensors) -> list[tuple[Any, ...]]:
         """Copy tensors of any device into the memory and return their table, for `read` in the other process."""
-        table, size, buffers = [], 1, set(buffers)
+        table, size = [], 1
         for name, tensor in tensors.items():
             begin = -(-size // ALIGNMENT) * ALIGNMENT
-            table.append((name, name in buffers, tensor.dtype, tensor.shape, begin))
+            table.append((name, tensor.dtype, tensor.shape, begin))
             size = begin + tensor.nbytes
         os.ftruncate(self.descriptor, size)
-        for view, tensor in zip(self._views(table), tensors.values(), strict=True):
-            view.copy_(tensor.detach())
+        for name, view in self.read(table).items():
+            view.copy_(tensors[name].detach())
         return table
 
-    def read(self, table: list[tuple[Any, ...]]) -> tuple[Tensors, Tensors]:
-        """Return the parameters and the buffers of a table, as views of the memory."""
-        found: tuple[Tensors, Tensors] = {}, {}
-        for (name, is_buffer, *_), view in zip(table, self._views(table), strict=True):
-            found[is_buffer][name] = view
-        return found
-
-    def _views(self, table: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    def read(self, table: list[tuple[Any, ...]]) -> Tensors:
+        """Return the tensors of a table by name, as views of the memory."""
         memory = mmap.mmap(self.descriptor, 0)
-        return [
-            torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
+        return {
+            name: torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
             if shape.numel()
             else torch.empty(shape, dtype=dtype)
-            for _, _, dtype, shape, begin in table
-        ]
+            for name, dtype, shape, begin in table
+        }
 
 
 def _received(duplicate: Any) -> SharedWeights:
@@ -170,9 +158,7 @@ class ModelSnapshot(ModelWeights):
                 f"{os.fspath(path)}: found {type(fault).__name__}: {fault}; expected a file of ModelSnapshot.save.",
                 problems=[KEY],
             ) from None
-        parameters = {name: tensor for name, tensor in found.tensors.items() if name not in names}
-        buffers = {name: tensor for name, tensor in found.tensors.items() if name in names}
-        return cls(step, epoch, parameters, buffers, metrics)
+        return cls(step, epoch, *cls.split(found.tensors, names), metrics)
 
 
 class Snapshots:
@@ -216,31 +202,30 @@ class Snapshots:
         if remote or self.wanted:
             futures = [self.wanted.popleft() for _ in range(len(self.wanted))]
             names = {name for name, _ in trainer.model.named_parameters(remove_duplicate=False)}
-            state = trainer.model.state_dict()
-            average = trainer.average.tensors() if trainer.average is not None else {}
-            tensors = copies({name: average.get(name, tensor) for name, tensor in state.items()})
             losses = trainer.log.losses
             metrics = {**({"loss": losses[-1]} if losses else {}), **trainer.evaluator.found}
-            made = ModelSnapshot(trainer.policy.steps, trainer.epoch_number, {}, {}, metrics)
-            ready = event_after(tensors.values())
+            about = trainer.policy.steps, trainer.epoch_number
+            self._worker = self._worker or BackgroundWorker("flodl-snapshot")
+            with trainer.averaged_weights():
+                copied = copy_in_background(trainer.model, self._worker)
 
-            def finish() -> None:
+            def finish(copied: Future[Tensors]) -> None:
                 try:
-                    for name, tensor in on_host(tensors, ready):
-                        (made.parameters if name in names else made.buffers)[name] = tensor.to(state[name].dtype)
+                    tensors = copied.result()
                 except BaseException as fault:
                     for future in futures:
                         future.set_exception(fault)
                     return
+                made = ModelSnapshot(*about, *ModelWeights.split(tensors, tensors.keys() - names), metrics)
                 self._to_send.extend([made] * remote)
                 for future in futures:
                     future.set_result(made)
 
-            self._worker = self._worker or BackgroundWorker("flodl-snapshot")
-            self._worker.submit(finish)
+            copied.add_done_callback(finish)
         while self._to_send:  # by the training thread, which owns the pipe
             made = self._to_send.popleft()
-            trainer.ranks.pipe.send(("snapshot", (made.step, made.epoch, pack_weights(made), made.metrics)))
+            data = format_tensors(made.state_dict())
+            trainer.ranks.pipe.send(("snapshot", (made.step, made.epoch, data, list(made.buffers), made.metrics)))
 
     def close(self, reason: str = "the run is over") -> None:
         """Accept no further requests, and end those that are open with an error."""
