@@ -6,7 +6,6 @@ Transformers' class: ``BertForMaskedLM`` and its siblings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 import numpy as np
@@ -22,8 +21,8 @@ from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.heads.vectors import keywords_for, most_sentence_tokens, sparse_vectors
 from flodl_hf.inference.batch import BestAt, Pending, ScoresAt, Splade
 from flodl_hf.inference.decode.compat.fill_mask import fill_mask
-from flodl_hf.inference.decode.masks import decode_targets, mask_places
-from flodl_hf.inference.decode.rows import TokenTable, build_records
+from flodl_hf.inference.decode.masks import Masks, decode_targets, masks_of
+from flodl_hf.inference.decode.rows import build_records, not_finite
 from flodl_hf.inference.inputs import Encoded, as_text_list, encode, prompted
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
@@ -97,16 +96,16 @@ class MaskedLM(ScoringModel):
             raise PredictError(f"fill-mask: top_k={top_k}; expected at least 1", top_k=top_k)
         session, written = Session(self, run), dict[int, str]()
 
-        def start(masked: _Masked) -> Pending | None:
+        def start(masked: Masks) -> Pending | None:
             work = BestAt(top_k=top_k) if best else ScoresAt()
             # Scores of targets are computed for each text alone.
             return session.start(masked.table, work, masked.columns) if best or compat is not None else None
 
-        def finish(chunk: list[str], rows: _Masked, scores: Any) -> list[Any]:
+        def finish(chunk: list[str], rows: Masks, scores: Any) -> list[Any]:
             if best:
-                return _best_words(tokenizer, chunk, rows, rows.at_masks(scores).numpy(), written)
+                return _best_words(tokenizer, chunk, rows, rows.scores(scores.placed()).numpy(), written)
             if compat is not None:
-                return _as_pipeline(tokenizer, chunk, rows, rows.at_masks(scores), top_k, targets)
+                return _as_pipeline(tokenizer, chunk, rows, rows.scores(scores.placed()), top_k, targets)
             return [self._fill_targets(tokenizer, session, text, top_k, targets or ()) for text in chunk]
 
         # Scores over a whole vocabulary need much memory, so windows are small.
@@ -221,20 +220,17 @@ class MaskedLM(ScoringModel):
         """Return sparse vectors of documents: `encode` with the folder's prompt "document", or none if it has none."""
         return self.encode(sentences, **keywords_for("document", self, how))
 
-    def _masked(self, texts: list[str]) -> _Masked:
+    def _masked(self, texts: list[str]) -> Masks:
         """Return windows that contain every mask of the texts once."""
         tokenizer: Any = self.tokenizer
         limit = self.max_tokens
         table = encode(tokenizer, texts, max_tokens=limit, stride=(limit or 0) // 4, snap=False).table
-        places = mask_places(table, tokenizer.mask_token_id)
-        if len(np.unique(places.text)) < len(texts):
+        masked = masks_of(table, tokenizer.mask_token_id)
+        if len(np.unique(masked.text)) < len(texts):
             raise PredictError(
                 f"fill_mask: the text has no {tokenizer.mask_token}; put one where a word is to be found"
             )
-        rows, columns, place = places.by_row()
-        keep = np.zeros(len(table), bool)
-        keep[rows] = True
-        return _Masked(table.picked(np.repeat(keep, table.lengths), keep), columns, places.text, place)
+        return masked
 
     def _fill_targets(
         self, tokenizer: Tokenizer, session: Session, text: str, top_k: int, targets: Sequence[str]
@@ -249,7 +245,7 @@ class MaskedLM(ScoringModel):
                 if size > 1:
                     found = self._masked([_put(tokenizer, text, mask, (tokenizer.mask_token or "") * size)])
                 if size > 1 or mask == 0:  # one run of the text scores one token at every mask
-                    scores.append(found.at_masks(session.start(found.table, ScoresAt(), found.columns)))
+                    scores.append(found.scores(session.start(found.table, ScoresAt(), found.columns).placed()))
                     first, total = total, total + len(scores[-1])
                 at[mask, size] = list(range(first + mask, first + mask + size))
         order = [at[mask, len(i)] for mask in range(len(masked.text)) for i in ids]
@@ -263,31 +259,8 @@ class MaskedLM(ScoringModel):
         ]
 
 
-@dataclass(frozen=True)
-class _Masked:
-    """Windows with masks, each mask in one of them.
-
-    Attributes:
-        table: the windows.
-        columns: places of the masks of each window.
-        text: the text of each mask, in the order of texts and of their masks, ``(masks,)``.
-        place: index of each mask among all ``columns``, ``(masks,)``.
-    """
-
-    table: TokenTable
-    columns: list[list[int]]
-    text: np.ndarray
-    place: np.ndarray
-
-    def at_masks(self, scores: Pending) -> Tensor:
-        """Return the results of the masks in their order, ``(masks, ...)``."""
-        placed, sizes = scores.placed(), [len(own) for own in self.columns]
-        starts = np.repeat(placed.starts, sizes) + np.concatenate([np.arange(size) for size in sizes])
-        return placed.values[torch.from_numpy(starts[self.place])]
-
-
 def _best_words(
-    tokenizer: Tokenizer, texts: list[str], masked: _Masked, values: np.ndarray, written: dict[int, str]
+    tokenizer: Tokenizer, texts: list[str], masked: Masks, values: np.ndarray, written: dict[int, str]
 ) -> list[Any]:
     """Return the best words of the whole vocabulary for each mask of each text.
 
@@ -299,10 +272,7 @@ def _best_words(
         written: known tokens as text; others are added.
     """
     if not values[:, -1].all():
-        raise PredictError(
-            "fill-mask: the logits are not finite; expected numbers; half precision may have overflowed, so "
-            "predict in float32 or bfloat16"
-        )
+        raise not_finite("fill-mask")
     wide = (values.shape[1] - 1) // 2
     scores, ids = values[:, :wide].tolist(), values[:, wide:-1].astype(np.int64).tolist()
     for token in {token for row in ids for token in row} - written.keys():
@@ -317,7 +287,7 @@ def _best_words(
 
 
 def _as_pipeline(
-    tokenizer: Tokenizer, texts: list[str], masked: _Masked, logits: Tensor, top_k: int, targets: Sequence[str] | None
+    tokenizer: Tokenizer, texts: list[str], masked: Masks, logits: Tensor, top_k: int, targets: Sequence[str] | None
 ) -> list[Any]:
     """Return the words for the masks of each text as the pipeline of transformers has them."""
     ids = [_target_ids(tokenizer, word)[0] for word in targets] if targets else None

@@ -31,20 +31,12 @@ def _split(value: Any, _: Any) -> Any:
 
 def _function(value: Any, _: Any) -> str | None:
     """Return the name of an activation given as torch's module."""
-    name = None if value is None else activation_at(f"{type(value).__module__}.{type(value).__name__}")
-    if value is not None and (name is None or repr(value) != repr(_plain(name))):
-        raise ValueError('expected a module of torch.nn without settings; or name it: function_to_apply="Tanh"')
-    return name
-
-
-def _plain(name: str) -> Any:
     from torch import nn
 
-    return getattr(nn, name)()
-
-
-def _grouped(value: Any, _: Any) -> str:
-    return "simple" if value else "none"
+    name = None if value is None else activation_at(f"{type(value).__module__}.{type(value).__name__}")
+    if value is not None and (name is None or repr(value) != repr(getattr(nn, name)())):
+        raise ValueError('expected a module of torch.nn without settings; or name it: function_to_apply="Tanh"')
+    return name
 
 
 _WINDOWS = (
@@ -92,7 +84,7 @@ ENTITIES = {
     **_RUN,
     **_TEXTS,
     "aggregation_strategy": KeywordAlias("aggregation"),
-    "grouped_entities": KeywordAlias("aggregation", _grouped),
+    "grouped_entities": KeywordAlias("aggregation", lambda value, _: "simple" if value else "none"),
     "is_split_into_words": KeywordAlias("words"),
     "ignore_subwords": KeywordAlias(
         reason='aggregation="first", "average" or "max" labels whole words, "simple" and "none" each token',

@@ -89,11 +89,13 @@ class TokenClassifier(ScoringModel):
         tokenizer = self._ready("predict", untrained=untrained)
         texts = as_text_list(texts, "predict")
         scheme = TagScheme.detect(self.config.labels)
+        # Windows that barely advance would never finish; they may share at most half a window.
+        stride = stride if self.max_tokens is None else min(stride, max(0, (self.max_tokens - 2) // 2))
         # Letters of a text would be taken for labels.
         ignored = (ignore_labels,) if isinstance(ignore_labels, str) else ignore_labels
 
         tokens = partial(
-            encode, tokenizer, max_tokens=self.max_tokens, stride=self._stride(stride), words=words,
+            encode, tokenizer, max_tokens=self.max_tokens, stride=stride, words=words,
             strict=strict, offsets=True, snap=compat is None, records=compat is not None,
         )  # fmt: skip
 
@@ -119,10 +121,6 @@ class TokenClassifier(ScoringModel):
         return Session(self, run).answer(
             texts, tokens, Scores(False), finish, single=single, kind=Entities if compat is None else None, **told
         )
-
-    def _stride(self, stride: int) -> int:
-        # Windows that barely advance would never finish; they may share at most half a window.
-        return stride if self.max_tokens is None else min(stride, max(0, (self.max_tokens - 2) // 2))
 
     def _as_transformers(
         self,

@@ -7,7 +7,6 @@ token_table     rows of tokens as flat arrays
 batch           one forward pass: rows by a token budget, the computation, and its results
 engine          rows through a prepared graph; memory that runs out
 cuda_graphs     batches recorded as CUDA graphs
-fleet           several devices with one queue
 pipeline        the loop of a call: encode, forward pass, decode, window after window
 batch_variance  how far answers depend on what else is in the batch
 decode          scores and offsets to typed answers

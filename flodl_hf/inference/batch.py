@@ -401,10 +401,9 @@ class BestAt(ScoresAt):
 
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
         """Return probabilities, class numbers, and 1 where all scores are finite, ``(chosen tokens, 2 top_k + 1)``."""
-        from flodl_hf.inference.decode.masks import best_tokens
-
         found = super().__call__(graph, ids, types, layout, at).float()
-        scores, index = best_tokens(found, self.top_k)
+        best, index = found.topk(min(self.top_k, found.shape[1]), dim=1)
+        scores = torch.exp(best - found.logsumexp(1, keepdim=True))
         # Numbers of classes are whole in float32 up to 16 million.
         return torch.cat([scores, index.float(), torch.isfinite(found).all(1, keepdim=True).float()], 1)
 

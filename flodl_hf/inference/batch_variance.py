@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import numpy as np
 
 from flodl_hf.inference.batch import Scores, States
 from flodl_hf.inference.engine import Engine
@@ -54,22 +54,15 @@ def spread(model: GraphModel, texts: Sequence[Any], **run: Any) -> Spread:
     table = encode(tokenizer, firsts, seconds, max_tokens=model.max_tokens).table
     work = States() if model.head == "base" else Scores(model._per_text)
 
-    def scores(batch_invariant: bool) -> tuple[Tensor, Any]:
-        engine = Engine.of(model, options.changed({"batch_invariant": batch_invariant}))
-        found = engine.start(table, work)
-        if work.per_text:
-            return found.stacked(), None
-        placed = found.placed()
-        return placed.values, placed.starts
-
-    together, at = scores(options.batch_invariant)
-    alone, own = scores(True)
+    sizes = np.ones(len(table), np.int64) if work.per_text else table.lengths
+    together, alone = (
+        Engine.of(model, options.changed({"batch_invariant": invariant})).start(table, work).placed()
+        for invariant in (options.batch_invariant, True)
+    )
     largest, total, count, worst = 0.0, 0.0, 0, -1
-    for row, length in enumerate(table.lengths.tolist()):
-        if at is None:
-            gap = (together[row] - alone[row]).abs()
-        else:
-            gap = (together[at[row] : at[row] + length] - alone[own[row] : own[row] + length]).abs()
+    for row, size in enumerate(sizes.tolist()):
+        a, b = (placed.values[placed.starts[row] : placed.starts[row] + size] for placed in (together, alone))
+        gap = (a - b).abs()
         if worst < 0 or float(gap.max()) > largest:
             largest, worst = float(gap.max()), int(table.owners[row])
         total += float(gap.sum())

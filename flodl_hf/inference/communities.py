@@ -11,7 +11,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.search import CORPUS, as_vectors
@@ -57,7 +56,12 @@ def community_detection(
         return []
     place = torch.device(device) if device is not None else vectors.device
     unit = torch.nn.functional.normalize(vectors.to(place, torch.float32), dim=-1)
-    counts = torch.cat([_counts(block, unit, threshold) for block in unit.split(batch_size)]).cpu()
+    counts = torch.cat(
+        [
+            torch.stack([(block @ texts.T >= threshold).sum(1) for texts in unit.split(CORPUS)]).sum(0)
+            for block in unit.split(batch_size)
+        ]
+    ).cpu()
     order = [i for i in counts.sort(descending=True, stable=True).indices.tolist() if counts[i] >= min_community_size]
     taken = torch.zeros(len(unit), dtype=torch.bool)
     found: list[list[int]] = []
@@ -75,7 +79,3 @@ def community_detection(
                 found.append([centre, *free[free != centre].tolist()])
                 taken[found[-1]] = True
     return sorted(found, key=len, reverse=True)
-
-
-def _counts(block: Tensor, unit: Tensor, threshold: float) -> Tensor:
-    return torch.stack([(block @ texts.T >= threshold).sum(1) for texts in unit.split(CORPUS)]).sum(0)

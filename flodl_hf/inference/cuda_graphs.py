@@ -13,7 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,22 +36,6 @@ WAIT = 2
 
 # torch's random number generators and memory pools do not support two captures at the same time.
 _CAPTURING = threading.Lock()
-
-
-class Recording(Protocol):
-    """One pass, ready to be replayed.
-
-    Attributes:
-        input: where the next batch goes.
-        output: where its result will be.
-    """
-
-    input: Tensor
-    output: Tensor
-
-    def replay(self) -> None:
-        """Run the pass on the contents of ``input``."""
-        ...
 
 
 class _Captured:
@@ -92,7 +76,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._seen: dict[Hashable, int] = {}
         self._wanted: dict[Hashable, int] = {}
         self._pool: Any = None
@@ -187,7 +171,7 @@ class Recorder:
         """Return the stream that the caller's work goes to."""
         return torch.cuda.current_stream(device)
 
-    def capture(self, step: Callable[[Tensor], Tensor], input: Tensor) -> Recording:
+    def capture(self, step: Callable[[Tensor], Tensor], input: Tensor) -> Any:
         """Return a pass recorded on its input, in the memory that all recordings share."""
         with torch.cuda.device(input.device):
             if self._side is None:

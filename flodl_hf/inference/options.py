@@ -74,12 +74,8 @@ def _missing(precision: str, device: torch.device) -> str | None:
         if precision in ("tf32", "bf16") and capability < (8, 0):
             return f"needs compute capability 8.0, the device has {capability[0]}.{capability[1]}; use fp16"
         return None
-    if device.type == "cpu":
-        return _missing_on_cpu(precision)
-    return None if precision in ("bf16", "fp16") else "is not known to run there"
-
-
-def _missing_on_cpu(precision: str) -> str | None:
+    if device.type != "cpu":
+        return None if precision in ("bf16", "fp16") else "is not known to run there"
     if precision == "tf32":
         return "tf32 is a number format of NVIDIA's devices"
     if precision == "fp16":

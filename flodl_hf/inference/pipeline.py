@@ -33,8 +33,7 @@ from flodl_hf.inference.options import RunKeywords, RunOptions
 from flodl_hf.inference.results import Found, Results
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.engine import Engine
-    from flodl_hf.inference.fleet import Fleet
+    from flodl_hf.inference.engine import Engine, Fleet
     from flodl_hf.inference.graph_model import GraphModel
     from flodl_hf.inference.workers import Call
 
@@ -95,8 +94,7 @@ class Session:
 
     def runner(self) -> Engine | Fleet:
         """Return what runs rows; called for each window, because the model can change between windows."""
-        from flodl_hf.inference.engine import Engine
-        from flodl_hf.inference.fleet import Fleet
+        from flodl_hf.inference.engine import Engine, Fleet
 
         devices = self.options.devices
         if devices is None:

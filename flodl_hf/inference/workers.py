@@ -1,7 +1,7 @@
 """A process for each of several devices, for which one interpreter would be too slow.
 
-Processes are started in the background while threads predict (`flodl_hf.inference.fleet`). They receive the model once,
-and end with the program or with the model. `flodl_hf.inference.worker` is the code of a process.
+Processes are started in the background while threads predict (`flodl_hf.inference.engine.Fleet`). They receive the
+model once, and end with the program or with the model. `flodl_hf.inference.worker` is the code of a process.
 """
 
 from __future__ import annotations

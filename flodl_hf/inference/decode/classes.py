@@ -19,7 +19,7 @@ from torch import Tensor
 from flodl.errors import ConfigError, printable
 from flodl_hf.checkpoints.config.file import ACTIVATIONS, activate, activation_at
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import Record, as_tensor, build_records
+from flodl_hf.inference.decode.rows import Record, as_tensor, build_records, not_finite
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
@@ -203,7 +203,7 @@ def decode_classes(
         found = build_records(Classification, names, ordered.ravel().tolist(), np.repeat(windows, width).tolist())
         return [found[at : at + width] for at in range(0, len(found), width)]
     rows: Iterable[tuple[list[int], list[float], int]] = zip(index.tolist(), ordered.tolist(), windows, strict=True)
-    least = _thresholds(threshold, labels).to(torch.float32).tolist()
+    least = torch.tensor(_thresholds(threshold, labels), dtype=torch.float32).tolist()
     return [
         [Classification(labels[i], score, window) for i, score in zip(ids, found, strict=True) if score >= least[i]]
         for ids, found, window in rows
@@ -228,7 +228,7 @@ def _scores(logits: Tensor, activation: Activation) -> np.ndarray:
     """Return what `class_scores` does, as an array: a handful of rows is done before a tensor operation starts."""
     values = logits.float().cpu().numpy()
     if not np.isfinite(values).all():
-        raise _not_finite("classification")
+        raise not_finite("classification")
     if activation == "none" or not values.size:
         return values
     if activation not in _FUNCTIONS:
@@ -241,16 +241,9 @@ def _scores(logits: Tensor, activation: Activation) -> np.ndarray:
         return powers
 
 
-def _not_finite(task: str) -> PredictError:
-    return PredictError(
-        f"{task}: the logits are not finite; expected numbers; half precision may have overflowed, "
-        "so predict in float32 or bfloat16"
-    )
-
-
-def _thresholds(threshold: float | Sequence[float] | Mapping[str, float], labels: Sequence[str]) -> Tensor:
+def _thresholds(threshold: float | Sequence[float] | Mapping[str, float], labels: Sequence[str]) -> list[float]:
     if isinstance(threshold, (int, float)):
-        return torch.full((len(labels),), float(threshold), dtype=torch.float32)
+        return [float(threshold)] * len(labels)
     if isinstance(threshold, Mapping):
         unknown = [name for name in threshold if name not in labels]
         if unknown:
@@ -258,14 +251,14 @@ def _thresholds(threshold: float | Sequence[float] | Mapping[str, float], labels
                 f"classification: thresholds for unknown labels {unknown}; expected names among {list(labels)}",
                 unknown=unknown,
             )
-        return torch.tensor([float(threshold.get(label, -np.inf)) for label in labels], dtype=torch.float32)
+        return [float(threshold.get(label, -np.inf)) for label in labels]
     if len(threshold) != len(labels):
         raise PredictError(
             f"classification: {len(threshold)} thresholds for {len(labels)} labels; expected one per label",
             found=len(threshold),
             labels=len(labels),
         )
-    return torch.tensor([float(value) for value in threshold], dtype=torch.float32)
+    return [float(value) for value in threshold]
 
 
 def entailment_id(labels: Sequence[str]) -> int:
@@ -326,7 +319,7 @@ def decode_zero_shot(
     """
     values = as_tensor(logits).float()
     if not bool(torch.isfinite(values).all()):
-        raise _not_finite("zero-shot")
+        raise not_finite("zero-shot")
     pairs = int(owners.max()) + 1 if len(owners) else 0
     merged = mean_over_windows(values, owners, pairs, weights)
     windows = np.bincount(owners, minlength=pairs).tolist()
@@ -376,7 +369,7 @@ def decode_ranking(
         raise PredictError("ranking: softmax of one number is always 1; expected 'sigmoid' or 'none'")
     given = values.reshape(-1).cpu().numpy()
     if not np.isfinite(given).all():
-        raise _not_finite("ranking")
+        raise not_finite("ranking")
     scores = class_scores(values.reshape(-1), activation).cpu().numpy()
     owner = np.arange(len(given)) if owners is None else owners
     windows = np.bincount(owner)

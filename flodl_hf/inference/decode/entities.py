@@ -24,6 +24,7 @@ from flodl_hf.inference.decode.rows import (
     build_records,
     content_of,
     merge_windows,
+    not_finite,
     pairs_of,
 )
 from flodl_hf.inference.decode.words import Words, trimmed, words_of
@@ -341,10 +342,7 @@ def _softmax(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
     """
     chosen = logits.numpy()[tokens]
     if not bool(np.isfinite(chosen).all()):
-        raise PredictError(
-            "entities: the logits are not finite; expected numbers; half precision may have overflowed, "
-            "so predict in float32 or bfloat16"
-        )
+        raise not_finite("entities")
     values = np.ascontiguousarray(chosen.T)
     values -= values.max(0)
     np.exp(values, out=values)

@@ -14,36 +14,34 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.inference.decode.rows import Placed, TokenTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MaskPlaces:
-    """The masks of many texts, each in the window where it has most context; by text, then by place.
+class Masks:
+    """The windows of many texts that have masks, each mask in the window where it has most context.
 
     Attributes:
-        text: the text of each mask, never falling, ``(masks,)``.
-        row: the row, ``(masks,)``.
-        column: the place in that row, specials counted, ``(masks,)``.
+        table: the windows.
+        columns: positions of the masks of each window, specials counted.
+        text: the text of each mask, in the order of texts and of their masks, ``(masks,)``.
+        order: index of each mask among all ``columns``, ``(masks,)``.
     """
 
+    table: TokenTable
+    columns: list[list[int]]
     text: np.ndarray
-    row: np.ndarray
-    column: np.ndarray
+    order: np.ndarray
 
-    def by_row(self) -> tuple[np.ndarray, list[list[int]], np.ndarray]:
-        """Return the rows that have masks, the columns of each, and where each mask is among all of those columns."""
-        order = np.lexsort((self.column, self.row))
-        rows, counts = np.unique(self.row, return_counts=True)
-        ends = np.cumsum(counts).tolist()
-        columns = self.column[order].tolist()
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        return rows, [columns[a:b] for a, b in zip([0, *ends], ends, strict=False)], place
+    def scores(self, placed: Placed) -> Tensor:
+        """Return the results of the masks in their order, ``(masks, ...)``; ``placed`` has one for each column."""
+        sizes = [len(own) for own in self.columns]
+        starts = np.repeat(placed.starts, sizes) + np.concatenate([np.arange(size) for size in sizes])
+        return placed.values[torch.from_numpy(starts[self.order])]
 
 
-def mask_places(table: TokenTable, mask_id: int) -> MaskPlaces:
-    """Return the positions of the masks of texts.
+def masks_of(table: TokenTable, mask_id: int) -> Masks:
+    """Return the masks of texts.
 
     Args:
         table: the windows of the texts.
@@ -65,18 +63,12 @@ def mask_places(table: TokenTable, mask_id: int) -> MaskPlaces:
         order = order[new]
     else:
         order = np.argsort(text, kind="stable")
-    return MaskPlaces(text[order], row[order], column[order])
-
-
-def best_tokens(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return the probabilities of each mask's best tokens, best first, and their ids, ``(masks, top_k)`` each.
-
-    Args:
-        logits: float32, on any device, ``(masks, vocabulary)``.
-        top_k: tokens per mask, at most the vocabulary.
-    """
-    best, index = logits.topk(min(top_k, logits.shape[1]), dim=1)
-    return torch.exp(best - logits.logsumexp(1, keepdim=True)), index
+    text, row, column = text[order], row[order], column[order]
+    keep = np.isin(np.arange(len(table)), row)
+    by_row = np.lexsort((column, row))
+    stops = np.cumsum(np.unique(row, return_counts=True)[1])[:-1]
+    columns = [own.tolist() for own in np.split(column[by_row], stops)]
+    return Masks(table.picked(np.repeat(keep, table.lengths), keep), columns, text, np.argsort(by_row))
 
 
 def decode_targets(

@@ -37,9 +37,7 @@ class SpanF1:
 
     def reset(self) -> None:
         """Set all counts to zero."""
-        self._right: Counter[str] = Counter()
-        self._predicted: Counter[str] = Counter()
-        self._true: Counter[str] = Counter()
+        self._spans: dict[str, Counter[str]] = {name: Counter() for name in ("right", "predicted", "true")}
         self._tags = [0, 0]
 
     def update(self, predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> None:
@@ -63,26 +61,24 @@ class SpanF1:
             raise DataError(f"SpanF1: found sequences of different lengths:\n{capped(problems)}", problems=problems)
         for predicted, true in zip(predictions, references, strict=True):
             found, expected = set(spans_of(predicted, self.scheme)), set(spans_of(true, self.scheme))
-            self._right.update(kind for kind, _, _ in found & expected)
-            self._predicted.update(kind for kind, _, _ in found)
-            self._true.update(kind for kind, _, _ in expected)
+            for counts, spans in zip(self._spans.values(), (found & expected, found, expected), strict=True):
+                counts.update(kind for kind, _, _ in spans)
             self._tags[0] += sum(p == t for p, t in zip(predicted, true, strict=True))
             self._tags[1] += len(true)
 
     def merge(self, other: SpanF1) -> None:
         """Add the counts of another rank."""
-        self._right.update(other._right)
-        self._predicted.update(other._predicted)
-        self._true.update(other._true)
+        for name, counts in self._spans.items():
+            counts.update(other._spans[name])
         self._tags = [a + b for a, b in zip(self._tags, other._tags, strict=True)]
 
     def compute(self) -> dict[str, float]:
         """Return ``precision``, ``recall``, ``f1``, ``f1/<type>``, ``accuracy`` of tags and ``count`` of true spans."""
         right, total = self._tags
         return {
-            **_scores(self._right.total(), self._predicted.total(), self._true.total()),
+            **_scores(*(counts.total() for counts in self._spans.values())),
             "accuracy": _ratio(right, total),
-            "count": float(self._true.total()),
+            "count": float(self._spans["true"].total()),
             **{f"f1/{kind}": scores["f1"] for kind, scores in self.per_type().items()},
         }
 
@@ -90,25 +86,20 @@ class SpanF1:
         """Return ``precision``, ``recall``, ``f1`` and ``support`` (true spans) of each type."""
         return {
             kind: {
-                **_scores(self._right[kind], self._predicted[kind], self._true[kind]),
-                "support": float(self._true[kind]),
+                **_scores(*(counts[kind] for counts in self._spans.values())),
+                "support": float(self._spans["true"][kind]),
             }
-            for kind in sorted(self._predicted.keys() | self._true.keys())
+            for kind in sorted(self._spans["predicted"].keys() | self._spans["true"].keys())
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as JSON values."""
-        return {
-            "right": dict(self._right),
-            "predicted": dict(self._predicted),
-            "true": dict(self._true),
-            "tags": list(self._tags),
-        }
+        return {**{name: dict(counts) for name, counts in self._spans.items()}, "tags": list(self._tags)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the counts."""
-        self._right, self._predicted = Counter(state["right"]), Counter(state["predicted"])
-        self._true, self._tags = Counter(state["true"]), list(state["tags"])
+        self._spans = {name: Counter(state[name]) for name in self._spans}
+        self._tags = list(state["tags"])
 
 
 def _scores(right: int, predicted: int, true: int) -> dict[str, float]:

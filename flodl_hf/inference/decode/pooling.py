@@ -47,7 +47,7 @@ def pool_padded(
         PredictError: a pooling is unknown, or ``"pooler"`` is requested of a model without one.
     """
     values = _float(hidden)
-    return _join([_padded(values, mask, name, pooler_output) for name in _names(pooling)])
+    return _join([_padded(values, mask, name, pooler_output) for name in check_pooling(pooling)])
 
 
 def pool_packed(
@@ -77,7 +77,7 @@ def pool_packed(
     values, bounds = _float(hidden), cu_seqlens.to(torch.int64)
     lengths = bounds.diff()
     parts = []
-    for name in _names(pooling):
+    for name in check_pooling(pooling):
         if name == "pooler":
             parts.append(_from_pooler(pooler_output))
         elif name == "cls":
@@ -182,10 +182,6 @@ def check_pooling(pooling: Pooling | Sequence[Pooling]) -> tuple[str, ...]:
     Raises:
         PredictError: one of them is unknown, or there is none.
     """
-    return tuple(_names(pooling))
-
-
-def _names(pooling: Pooling | Sequence[Pooling]) -> list[str]:
     names: list[str] = [pooling] if isinstance(pooling, str) else list(pooling)
     unknown = [name for name in names if name not in get_args(Pooling)]
     if unknown or not names:
@@ -193,7 +189,7 @@ def _names(pooling: Pooling | Sequence[Pooling]) -> list[str]:
             f"embeddings: pooling {unknown or 'nothing'}; expected one or more of {', '.join(get_args(Pooling))}",
             pooling=names,
         )
-    return names
+    return tuple(names)
 
 
 def _from_pooler(pooler_output: Tensor | None) -> Tensor:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flodl_hf.errors import PredictError
+
 T = TypeVar("T")
 
 
@@ -163,6 +165,14 @@ class TokenTable:
     def starts(self) -> np.ndarray:
         """Where each row begins, ``(rows,)``."""
         return np.cumsum(self.lengths) - self.lengths
+
+
+def not_finite(task: str) -> PredictError:
+    """Return the error for logits that are not finite."""
+    return PredictError(
+        f"{task}: the logits are not finite; expected numbers; half precision may have overflowed, "
+        "so predict in float32 or bfloat16"
+    )
 
 
 def as_tensor(values: Tensor | np.ndarray) -> Tensor:

@@ -22,6 +22,7 @@ from flodl_hf.inference.decode.rows import (
     TokenTable,
     content_of,
     merge_windows,
+    not_finite,
 )
 from flodl_hf.inference.decode.words import units_at
 
@@ -97,10 +98,7 @@ def decode_answers_batch(
     starts_ends = np.ascontiguousarray(values[logits.starts[content.row] + content.column].T)
     nulls = values[logits.starts + table.nulls].T.astype(np.float64)
     if not bool(np.isfinite(starts_ends).all()):
-        raise PredictError(
-            "answers: the logits are not finite; expected numbers; half precision may have overflowed, "
-            "so predict in float32 or bfloat16"
-        )
+        raise not_finite("answers")
     stream = merge_windows(content, table.owners)
     log_start, log_end, null = _normalisers(starts_ends, nulls, content, stream, table, len(contexts))
     answers: list[list[Answer]] = [[] for _ in contexts]

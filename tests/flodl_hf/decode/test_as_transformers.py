@@ -266,6 +266,9 @@ def test_fill_mask(kind, encode, request) -> None:
                 **ours,
             )
             assert found == expected
+    with pytest.raises(PredictError) as fault:
+        fill_mask(at, [2, 3], mask_id=4, pad_id=0, decode=decode)
+    assert (fault.value.masks, fault.value.logits) == (0, len(at))
 
 
 def forced(net: Any, labels: list[str], tags: dict[int, str]) -> Any:

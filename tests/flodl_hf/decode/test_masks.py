@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.masks import decode_targets, mask_places
+from flodl_hf.inference.decode.masks import decode_targets, masks_of
 from flodl_hf.inference.decode.rows import TokenTable
 
 LOGITS = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2
@@ -69,9 +69,10 @@ def test_of_several_windows_the_one_counts_in_which_a_mask_has_most_context(seed
             whole = (text, first + place)
             if token == 3 and (whole not in best or context > best[whole][0]):
                 best[whole] = (context, row, place + 1)
-    found = mask_places(table, 3)
+    found = masks_of(table, 3)
     expected = [(text, *best[text, whole][1:]) for text, whole in sorted(best)]
-    assert list(zip(found.text.tolist(), found.row.tolist(), found.column.tolist(), strict=True)) == expected
-    kept, columns, place = found.by_row()
-    flat = [(int(row), column) for row, own in zip(kept, columns, strict=True) for column in own]
-    assert [flat[at] for at in place.tolist()] == [(row, column) for _, row, column in expected]
+    kept = sorted({row for _, row, _ in expected})
+    assert np.array_equal(found.table.owners, table.owners[kept])
+    assert np.array_equal(found.table.window, table.window[kept])
+    flat = [(row, column) for row, own in zip(kept, found.columns, strict=True) for column in own]
+    assert [(text, *flat[at]) for text, at in zip(found.text.tolist(), found.order.tolist(), strict=True)] == expected

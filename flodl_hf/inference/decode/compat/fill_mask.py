@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.rows import as_tensor
 
 
@@ -43,6 +44,13 @@ def fill_mask(
     """
     places = [place for place, token in enumerate(ids) if token == mask_id]
     values = as_tensor(logits)
+    if not places or len(places) != len(values):
+        raise PredictError(
+            f"fill-mask: the text has {len(places)} masks and there are logits for {len(values)}; "
+            "expected the logits of each mask, and at least one mask",
+            masks=len(places),
+            logits=len(values),
+        )
     probabilities = values.softmax(dim=-1)
     chosen: list[int] | None = None
     if targets is not None:
