@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import chain
@@ -22,7 +22,7 @@ import tokenizers
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.blocks import Flat, Mark, in_blocks, mark_of, splits_at_spaces
-from flodl_hf.tokenization.charsmap import check_definition
+from flodl_hf.tokenization.charsmap import check_definition, strings_of
 from flodl_hf.tokenization.guard import MAX_GROWTH, check_texts, growth, translated_errors
 from flodl_hf.tokenization.rows import Row
 from flodl_hf.tokenization.source import decode_text, parse_json
@@ -77,19 +77,8 @@ KNOWN = (" {2,}", "\\s+", "\\s", "[^\\S\\n]+", "[\\r\\n]+")
 
 def foreign_patterns(*parts: str | bytes) -> tuple[str, ...]:
     """Return the regular expressions of parts of a definition (JSON texts) that no published tokenizer has."""
-    found = (pattern for part in parts for pattern in _patterns(json.loads(part)))
+    found = (pattern for part in parts for pattern in strings_of(json.loads(part), "Regex"))
     return tuple(dict.fromkeys(pattern for pattern in found if pattern not in KNOWN))
-
-
-def _patterns(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        pattern = value.get("Regex")
-        if isinstance(pattern, str):
-            yield pattern
-        value = list(value.values())
-    if isinstance(value, list):
-        for part in value:
-            yield from _patterns(part)
 
 
 def within_time(run: Callable[[], R], characters: int, patterns: tuple[str, ...], source: str) -> R:
@@ -218,8 +207,7 @@ class Backend:
         factor = growth(normalizer)
         if factor > MAX_GROWTH:
             raise TokenizerError(
-                f"{source}: the normalizer can turn one character into {factor}; at most {MAX_GROWTH} are "
-                "allowed, "
+                f"{source}: the normalizer can turn one character into {factor}; at most {MAX_GROWTH} are allowed, "
                 "because a short text could exhaust memory; do not use this file",
                 where=source,
                 found=factor,

@@ -150,9 +150,8 @@ def _require(source: Source, vocab: Mapping[str, int], roles: Sequence[str], nam
     missing = [f"{role} {printable(source.tokens[role], 40)}" for role in roles if source.tokens[role] not in vocab]
     if missing:
         raise TokenizerError(
-            f"{source.folder}/{name}: lacks\n{capped(missing)}\n"
-            "expected every special token in it; fetch the file again, or name the right tokens in "
-            "tokenizer_config.json",
+            f"{source.folder}/{name}: lacks\n{capped(missing)}\nexpected every special token in it; fetch the file "
+            "again, or name the right tokens in tokenizer_config.json",
             where=f"{source.folder}/{name}",
             missing=missing,
         )

@@ -42,7 +42,7 @@ def check_definition(data: bytes, path: str) -> None:
     if any(b"\\" in table for table in tables) or (b"\\u00" in data and _HIDDEN_KEY.search(data)):
         # With escapes, the search of bytes misses a table; then the whole text is parsed.
         try:
-            tables = list(_tables(json.loads(data)))
+            tables = [text.encode("utf-8", "replace") for text in strings_of(json.loads(data), "precompiled_charsmap")]
         except (ValueError, RecursionError):
             return  # reported when the definition is loaded
     for table in tables:
@@ -61,15 +61,15 @@ def check_definition(data: bytes, path: str) -> None:
             )
 
 
-def _tables(value: Any) -> Iterator[bytes]:
+def strings_of(value: Any, key: str) -> Iterator[str]:
+    """Yield the strings of a key at any depth of a JSON value."""
     if isinstance(value, dict):
-        table = value.get("precompiled_charsmap")
-        if isinstance(table, str):
-            yield table.encode("utf-8", "replace")
+        if isinstance(text := value.get(key), str):
+            yield text
         value = list(value.values())
     if isinstance(value, list):
         for part in value:
-            yield from _tables(part)
+            yield from strings_of(part, key)
 
 
 def check_table(data: bytes, path: str) -> None:

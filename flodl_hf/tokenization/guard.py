@@ -75,10 +75,9 @@ def check_text(text: Any, name: str) -> None:
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         raise TokenizerError(
-            f"{name}: character {error.start} is the lone surrogate U+{code:04X}, which is no "
-            "character; expected text that can be encoded; "
-            "repair the decoding that made it, or replace it: "
-            "text.encode('utf-8', 'replace').decode('utf-8')",
+            f"{name}: character {error.start} is the lone surrogate U+{code:04X}, which is no character; expected text "
+            "that can be encoded; repair the decoding that made it, or replace it: text.encode('utf-8', "
+            "'replace').decode('utf-8')",
             where=name,
             position=error.start,
             found=f"U+{code:04X}",

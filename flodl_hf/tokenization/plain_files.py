@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flodl.errors import capped, printable
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization.source import decode_text
+from flodl_hf.tokenization.source import decode_text, parse_json
 
 # Ids are 32-bit numbers in the tokenizers library, and rows of an embedding in every model.
 _MAX_ID = 10_000_000
@@ -67,26 +68,15 @@ def read_vocab_json(data: bytes, path: str) -> dict[str, int]:
     """
     faults: list[str] = []
 
-    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        out: dict[str, object] = {}
-        for key, value in items:
-            if key in out:
-                faults.append(f"{printable(key, 40)} occurs twice")
-            out[key] = value
-        return out
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(key for key, _ in items)
+        repeated = (counts - Counter(dict(items).keys())).elements()
+        faults.extend(f"{printable(key, 40)} occurs twice" for key in repeated)
+        return dict(items)
 
-    try:
-        value = json.loads(decode_text(data, path), object_pairs_hook=pairs)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(
-            f"{path}: not valid JSON: {printable(str(error))}; expected an object of tokens and ids; fetch it again",
-            where=path,
-        ) from error
-    if not isinstance(value, dict) or not value:
-        raise TokenizerError(
-            f"{path}: expected an object of tokens and ids, found {type(value).__name__}; fetch the file again",
-            where=path,
-        )
+    value = parse_json(data, path, pairs)
+    if not value:
+        faults.append("the object is empty")
     owner: dict[int, str] = {}
     for token, number in value.items():
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _MAX_ID:

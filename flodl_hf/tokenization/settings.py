@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from flodl.errors import nearest, shown
-from flodl_hf.errors import TokenizerError
+from flodl.errors import nearest
 from flodl_hf.families import named
 from flodl_hf.families.schema import Family, FamilyTokenizer
 from flodl_hf.tokenization.classes import class_name, class_rules, guess_model_type, rules_for, rules_of
-from flodl_hf.tokenization.source import parse_json
+from flodl_hf.tokenization.source import parse_json, wrong_value
 
 Side = Literal["left", "right"]
 _NUMBER = (int, float)
@@ -87,13 +86,7 @@ def check_keys(
             ):
                 expected = " or ".join(_JSON[kind] for kind in types)
             if expected is not None:
-                raise TokenizerError(
-                    f"{folder}/{name}: {key} is {shown(value, 60)}, expected {expected}; correct the file",
-                    where=f"{folder}/{name}",
-                    field=key,
-                    found=value,
-                    expected=expected,
-                )
+                raise wrong_value(f"{folder}/{name}", key, value, expected)
             if (
                 types is None
                 and key not in INERT
@@ -205,14 +198,7 @@ def extra_tokens(*sources: Mapping[str, Any]) -> dict[str, Any]:
 def _side(config: Mapping[str, Any], key: str, path: str, default: str = "right") -> Side:
     value = config.get(key, default)
     if value not in ("left", "right"):
-        raise TokenizerError(
-            f"{path}: {key} is {shown(value, 60)}, expected 'left' or "
-            f"'right'{nearest(str(value), ('left', 'right'))}; "
-            "correct the file",
-            where=path,
-            field=key,
-            found=value,
-        )
+        raise wrong_value(path, key, value, f"'left' or 'right'{nearest(str(value), ('left', 'right'))}")
     return value
 
 
@@ -223,12 +209,7 @@ def _max_length(config: Mapping[str, Any], path: str) -> int | None:
     if value is None or (isinstance(value, (int, float)) and value > _NO_LIMIT):
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != int(value):
-        raise TokenizerError(
-            f"{path}: {field} is {shown(value, 60)}, expected a positive number of tokens; correct the file",
-            where=path,
-            field=field,
-            found=value,
-        )
+        raise wrong_value(path, field, value, "a positive number of tokens")
     return int(value)
 
 

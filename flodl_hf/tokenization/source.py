@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flodl.errors import printable
+from flodl.errors import printable, shown
 from flodl.files import POINTER_ADVICE, is_pointer, make_folders, write_atomically
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import read_member
 from flodl_hf.checkpoints.weights.file_names import TOKENIZER_FILES
@@ -84,15 +84,15 @@ def decode_text(data: bytes, path: str) -> str:
         ) from error
 
 
-def parse_json(data: bytes, path: str) -> dict[str, Any]:
-    """Return the JSON object in ``data``.
+def parse_json(data: bytes, path: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> dict[str, Any]:
+    """Return the JSON object in ``data``; ``pairs`` makes the value of an object from its keys and values.
 
     Raises:
         TokenizerError: if it is not UTF-8, not JSON, nested too deeply, or not an object.
     """
     text = decode_text(data, path)
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise TokenizerError(
@@ -106,6 +106,12 @@ def parse_json(data: bytes, path: str) -> dict[str, Any]:
             where=path,
         )
     return value
+
+
+def wrong_value(path: str, key: str, value: Any, expected: str) -> TokenizerError:
+    """Return the error of a setting with an invalid value."""
+    text = f"{path}: {key} is {shown(value, 60)}, expected {expected}; correct the file"
+    return TokenizerError(text, where=path, field=key, found=value, expected=expected)
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> tuple[str, ...]:

@@ -353,8 +353,7 @@ class Tokenizer(Calls):
 
     def __repr__(self) -> str:
         return (
-            f"Tokenizer({self._folder!r}, vocab_size={self.vocab_size}, "
-            f"model_max_length={self.model_max_length}, "
+            f"Tokenizer({self._folder!r}, vocab_size={self.vocab_size}, model_max_length={self.model_max_length}, "
             f"padding_side={self.padding_side!r}, special_tokens={dict(self.settings.special)!r})"
         )
 
