@@ -14,6 +14,7 @@ from flodl.errors import capped, printable
 from flodl_hf.errors import TokenizerError
 
 from .settings import ROLES, content, extra_tokens
+from .source import Source
 
 
 def _flag(value: Any, name: str, default: bool) -> bool:
@@ -47,17 +48,15 @@ def role_tokens(tokens: Mapping[str, str], stated: Mapping[str, Any], *, mask_ta
     ]
 
 
-def _numbered(
-    settings: Mapping[str, Any], mapped: Mapping[str, Any], added: Mapping[str, Any], folder: str
-) -> list[tuple[int, AddedToken]]:
+def _numbered(source: Source) -> list[tuple[int, AddedToken]]:
     """Return the tokens that ``added_tokens_decoder`` or ``added_tokens.json`` number, by id."""
     faults = []
-    named = {content(source.get(role)) for source in (settings, mapped) for role in ROLES}
-    named |= set(extra_tokens(settings, mapped))
-    decoder = settings.get("added_tokens_decoder")
+    named = {content(stated.get(role)) for stated in (source.settings, source.mapped) for role in ROLES}
+    named |= set(extra_tokens(source.settings, source.mapped))
+    decoder = source.settings.get("added_tokens_decoder")
     entries = [(number, content(value), value) for number, value in (decoder or {}).items()]
     if decoder is None:
-        entries = [(str(number) if type(number) is int else "", text, None) for text, number in added.items()]
+        entries = [(str(number) if type(number) is int else "", text, None) for text, number in source.added.items()]
     wanted = []
     for number, text, value in entries:
         if not number.isdecimal() or len(number) > 10 or not text:
@@ -65,50 +64,38 @@ def _numbered(
         else:
             special = _flag(value, "special", value is None and text in named)
             wanted.append((int(number), _token(text, value, special=special)))
-    _raise(faults, "a token and a number in each entry", folder, settings)
+    _raise(faults, "a token and a number in each entry", source)
     return sorted(wanted, key=lambda entry: entry[0])
 
 
-def _raise(faults: Sequence[str], expected: str, folder: str, settings: Mapping[str, Any]) -> None:
+def _raise(faults: Sequence[str], expected: str, source: Source) -> None:
     if faults:
-        file = "added_tokens.json" if settings.get("added_tokens_decoder") is None else "tokenizer_config.json"
+        file = "added_tokens.json" if source.settings.get("added_tokens_decoder") is None else "tokenizer_config.json"
         raise TokenizerError(
-            f"{folder}/{file}: added tokens do not fit the vocabulary:\n{capped(faults)}\n"
+            f"{source.folder}/{file}: added tokens do not fit the vocabulary:\n{capped(faults)}\n"
             f"expected {expected}. Fetch vocabulary and added tokens from the same place.",
-            where=folder,
+            where=source.folder,
             problems=faults,
         )
 
 
-def add_tokens(
-    tokenizer: Tokenizer,
-    settings: Mapping[str, Any],
-    mapped: Mapping[str, Any],
-    added: Mapping[str, Any],
-    *,
-    folder: str,
-    rows: int | None,
-    roles: Sequence[AddedToken] | None = None,
-) -> list[str]:
+def add_tokens(tokenizer: Tokenizer, source: Source, roles: Sequence[AddedToken] | None = None) -> list[str]:
     """Add the tokens that settings files contain and the vocabulary lacks, in the order of transformers; return notes.
 
-    Each gets the next free id.
+    Each gets the next free id; one beyond the rows of the model's word table is not added.
 
     Args:
         tokenizer: the tokenizer to change.
-        settings: ``tokenizer_config.json``.
-        mapped: ``special_tokens_map.json``.
-        added: ``added_tokens.json``.
-        folder: the folder of the files, for messages.
-        rows: rows of the model's word table, if known; a token beyond them is not added.
+        source: the settings files.
         roles: special tokens of a tokenizer built from vocabulary files, in which each token must have its stated id;
             None for a tokenizer of ``tokenizer.json``.
 
     Raises:
         TokenizerError: an entry is invalid, or a token does not have its stated id.
     """
-    numbered = _numbered(settings, mapped, added, folder)
-    extra = [_token(text, value, special=True) for text, value in extra_tokens(settings, mapped).items()]
+    numbered, rows = _numbered(source), source.rows
+    listed = extra_tokens(source.settings, source.mapped)
+    extra = [_token(text, value, special=True) for text, value in listed.items()]
     notes, faults = [], []
     for number, token in (*numbered, *((None, token) for token in (*(roles or ()), *extra))):
         text, limited = token.content, roles is None or token in extra
@@ -128,9 +115,9 @@ def add_tokens(
             stated = f", although {number} is stated" if differs else ""
             alone = f"{printable(text, 40)} is in the settings files alone"
             notes.append(f"{alone}; as in transformers it was added as id {here}{stated}")
-    _raise(faults, "the stated ids", folder, settings)
+    _raise(faults, "the stated ids", source)
     for role in ROLES:
-        text = content(settings.get(role)) or content(mapped.get(role))
+        text = content(source.settings.get(role)) or content(source.mapped.get(role))
         if text and tokenizer.token_to_id(text) is None:
             notes.append(
                 f"{role} is {printable(text, 40)} in the settings files and not in the vocabulary; the template of "

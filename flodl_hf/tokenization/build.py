@@ -8,6 +8,7 @@ Leaves to others: rules of the classes (``classes.py``), sentencepiece models (`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,26 +158,21 @@ def _require(source: Source, vocab: Mapping[str, int], roles: Sequence[str], nam
         )
 
 
-def _check_words(rules: FamilyTokenizer, files: Mapping[str, bytes], folder: str) -> None:
+def _check_words(rules: FamilyTokenizer, source: Source) -> None:
     if rules.words:
         raise TokenizerError(
-            f"{folder}/{vocabulary_file(files)}: the tokenizer splits words by {rules.words}, which is not supported; "
-            "expected tokenizer.json or another tokenizer_class. Pass token ids that transformers returns, or add a "
-            "tokenizer.json.",
-            where=folder,
+            f"{source.folder}/{vocabulary_file(source.files)}: the tokenizer splits words by {rules.words}, which is "
+            "not supported; expected tokenizer.json or another tokenizer_class. Pass token ids that transformers "
+            "returns, or add a tokenizer.json.",
+            where=source.folder,
             words=rules.words,
         )
 
 
-def _choose(
-    files: Mapping[str, bytes],
-    folder: str,
-    model_type: str | None,
-    settings: Mapping[str, Any],
-    config: Mapping[str, Any],
-) -> FamilyTokenizer:
+def _choose(source: Source, model_type: str | None, config: Mapping[str, Any]) -> FamilyTokenizer:
     """Return the rules of the tokenizer class, else of the model's family, else of a family with these files."""
-    name = class_name(settings, config)
+    files, folder = source.files, source.folder
+    name = class_name(source.settings, config)
     if name is not None:
         rules = class_rules(name)
         if rules is None:
@@ -188,7 +184,7 @@ def _choose(
                 field="tokenizer_class",
                 found=name,
             )
-        _check_words(rules, files, folder)
+        _check_words(rules, source)
         missing = [file for file in rules.files if file not in files and rules.build != "japanese"]
         if missing or not rules.files:
             raise TokenizerError(
@@ -204,7 +200,7 @@ def _choose(
     present = [f for f in families() if rules_of(f).files and all(name in files for name in rules_of(f).files)]
     for family in present:
         if family.model_type == model_type:
-            _check_words(rules_of(family), files, folder)
+            _check_words(rules_of(family), source)
             return rules_of(family)
     if not present:
         below = vocabularies_below(Path(folder))
@@ -234,48 +230,34 @@ def _choose(
     return chosen
 
 
-def build_backend(
-    files: Mapping[str, bytes],
-    *,
-    folder: str,
-    model_type: str | None,
-    settings: Mapping[str, Any],
-    mapped: Mapping[str, Any],
-    added: Mapping[str, Any],
-    config: Mapping[str, Any],
-    rows: int | None,
-) -> Tokenizer:
+def build_backend(source: Source, model_type: str | None, config: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer that vocabulary files define.
 
     Args:
-        files: contents of the tokenizer files.
-        folder: the folder of the files, for messages.
+        source: the files and settings; the rules of the class and its special tokens are determined here.
         model_type: family of the model, if known.
-        settings: ``tokenizer_config.json``.
-        mapped: ``special_tokens_map.json``.
-        added: ``added_tokens.json``.
         config: ``config.json`` of the model, or an empty mapping.
-        rows: rows of the model's word table, if known: further special tokens beyond them are not added.
 
     Raises:
         TokenizerError: if there are no vocabulary files, they are damaged, or the tokenizer class is not supported.
     """
-    own = _choose(files, folder, model_type, settings, config)
+    own, settings = _choose(source, model_type, config), source.settings
     decoder = settings.get("added_tokens_decoder")
     by_text = {content(v): v for v in decoder.values()} if isinstance(decoder, Mapping) else {}
     roles = tuple(dict.fromkeys((*ROLES, *own.special)))
-    stated = {role: next(filter(None, said_of(role, settings, mapped)), None) for role in roles}
+    stated = {role: next(filter(None, said_of(role, settings, source.mapped)), None) for role in roles}
     # A string does not specify the spaces around a token; the entry with its id may.
     stated = {role: by_text.get(v, v) if isinstance(v, str) else v for role, v in stated.items()}
     tokens = {**own.special, **{role: text for role, v in stated.items() if (text := content(v))}}
-    source = Source(files, folder, settings, own, tokens, rows)
-    with translated_errors(f"{folder}/{vocabulary_file(files)}", "the vocabulary files are damaged; fetch them again"):
+    source = replace(source, rules=own, tokens=tokens)
+    file = f"{source.folder}/{vocabulary_file(source.files)}"
+    with translated_errors(file, "the vocabulary files are damaged; fetch them again"):
         tokenizer = _BUILDERS[own.build or own.files[0]](source)
         special = role_tokens(tokens, stated, mask_takes_space=own.mask_takes_space)
-        add_tokens(tokenizer, settings, mapped, added, folder=folder, rows=rows, roles=special)
+        add_tokens(tokenizer, source, special)
         template = own.template
         if template == "splinter" and settings.get("padding_side", "right") == "left":
             template = "splinter left"
         prefix = source.flag("add_prefix_space", own.prefix)
-        frame(tokenizer, template, tokens, folder, prefix=prefix, settings=settings)
+        frame(tokenizer, template, tokens, source.folder, prefix=prefix, settings=settings)
     return tokenizer

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import tokenizers
@@ -29,7 +30,7 @@ from flodl_hf.tokenization.classes import (
 )
 from flodl_hf.tokenization.guard import translated_errors
 from flodl_hf.tokenization.settings import ROLES, check_keys, content, said_of
-from flodl_hf.tokenization.source import parse_json
+from flodl_hf.tokenization.source import Source, parse_json
 from flodl_hf.tokenization.templates import frame, template_ends
 from flodl_hf.tokenization.words import Part, parts_of
 
@@ -175,6 +176,7 @@ def read_backend(
     rules = class_rules(class_name(stated, config))
     effective = rules or _family_rules(stated, config, model_type)
     ignored = check_keys(stated, mapped, effective, folder)
+    source = Source(files, folder, stated, mapped, added, effective, {}, rows)
     # No definition contains words that Python code splits, so transformers reads the files of such a class.
     by_code = (
         rules is not None
@@ -184,60 +186,42 @@ def read_backend(
     if "tokenizer.json" not in files or by_code:
         from .build import build_backend
 
-        family = model_type or guess_model_type(config, stated)
-        backend = build_backend(
-            files, folder=folder, model_type=family, settings=stated, mapped=mapped, added=added, config=config,
-            rows=rows,
-        )  # fmt: skip
-        return backend, ignored, False
+        return build_backend(source, model_type or guess_model_type(config, stated), config), ignored, False
     backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
     tokens = {
         role: text
         for role in ROLES
         if (text := next(filter(None, map(content, said_of(role, stated, mapped))), None)) is not None
     }
-    overridden = _overridden(backend, files["tokenizer.json"], folder, effective, stated, tokens)
-    if overridden is not None:
-        backend = overridden[0]
+    source = replace(source, tokens=tokens)
+    backend, changes = _overridden(backend, source)
     with translated_errors(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
-        notes = add_tokens(backend, stated, mapped, added, folder=folder, rows=rows)
-        changes = [] if overridden is None else overridden[1]
-        if effective is not None and effective.files:
-            framed = _framed if backend.post_processor is None else _reframed
-            changes += framed(backend, effective, stated, tokens, folder)
+        notes = add_tokens(backend, source)
+        if effective.files:
+            changes += (_framed if backend.post_processor is None else _reframed)(backend, source)
     if rules is not None and rules.words:
         notes.append(f"tokenizer.json is read as it is; its class splits words by {rules.words}: ids may differ")
     return backend, ignored + notes + changes, bool(changes)
 
 
-def _family_rules(
-    stated: Mapping[str, Any], config: Mapping[str, Any], model_type: str | None
-) -> FamilyTokenizer | None:
-    """Return the rules of the class that transformers takes for a folder that names none; None if it has no class."""
-    if any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config)):
-        return None
-    family = model_type or guess_model_type(config, stated)
-    return None if family in WITHOUT_CLASS else rules_of(named(family))
+def _family_rules(stated: Mapping[str, Any], config: Mapping[str, Any], model_type: str | None) -> FamilyTokenizer:
+    """Return the rules of the class that transformers takes for a folder that names none; empty if it has no class."""
+    has_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
+    family = None if has_class else model_type or guess_model_type(config, stated)
+    return rules_of(None if family in WITHOUT_CLASS else named(family))
 
 
-def _overridden(
-    backend: tokenizers.Tokenizer,
-    data: bytes,
-    folder: str,
-    rules: FamilyTokenizer | None,
-    stated: Mapping[str, Any],
-    tokens: Mapping[str, str],
-) -> tuple[tokenizers.Tokenizer, list[str]] | None:
-    """Return the tokenizer with the settings that replace parts of its definition, and notes; None for none."""
-    if rules is None or not rules.files:
-        return None
+def _overridden(backend: tokenizers.Tokenizer, source: Source) -> tuple[tokenizers.Tokenizer, list[str]]:
+    """Return the tokenizer with the settings that replace parts of its definition, and notes."""
+    if not source.rules.files:
+        return backend, []
     components = {
         name: json.loads(part.__getstate__())
         for name in ("normalizer", "pre_tokenizer", "post_processor")
         if (part := getattr(backend, name)) is not None
     }
-    notes = applied(components, rules, stated)
-    unknown = tokens.get("unk_token")
+    notes = applied(components, source.rules, source.settings)
+    unknown = source.tokens.get("unk_token")
     former = getattr(backend.model, "unk_token", None)
     usable = all(backend.token_to_id(str(token)) is not None for token in (unknown, former))
     if unknown is not None and unknown != former and usable:
@@ -245,25 +229,22 @@ def _overridden(
     else:
         unknown = None
     if not notes:
-        return None
+        return backend, []
     # Loaded again, so that added tokens are normalized by the changed normalizer.
-    definition = {**parse_json(data, f"{folder}/tokenizer.json"), **components}
+    path = f"{source.folder}/tokenizer.json"
+    definition = {**parse_json(source.files["tokenizer.json"], path), **components}
     if unknown is not None:
         definition["model"]["unk_token"] = unknown
-    return load_json(json.dumps(definition).encode(), f"{folder}/tokenizer.json"), notes
+    return load_json(json.dumps(definition).encode(), path), notes
 
 
-def _framed(
-    backend: tokenizers.Tokenizer,
-    rules: FamilyTokenizer,
-    stated: Mapping[str, Any],
-    tokens: Mapping[str, str],
-    folder: str,
-) -> list[str]:
+def _framed(backend: tokenizers.Tokenizer, source: Source) -> list[str]:
     """Add the template of the class to a definition without post-processor; return notes."""
+    rules, stated = source.rules, source.settings
     prefix = stated.get("add_prefix_space", rules.prefix) is True
+    tokens = {**rules.special, **source.tokens}
     try:
-        frame(backend, rules.template, {**rules.special, **tokens}, folder, prefix=prefix, settings=stated)
+        frame(backend, rules.template, tokens, source.folder, prefix=prefix, settings=stated)
     except TokenizerError:
         lacking = "the vocabulary lacks special tokens of its class, so that none are added"
         return [f"tokenizer.json has no post_processor: {lacking}"]
@@ -283,14 +264,9 @@ def _around(backend: tokenizers.Tokenizer) -> list[str]:
     return []
 
 
-def _reframed(
-    backend: tokenizers.Tokenizer,
-    rules: FamilyTokenizer,
-    stated: Mapping[str, Any],
-    tokens: Mapping[str, str],
-    folder: str,
-) -> list[str]:
+def _reframed(backend: tokenizers.Tokenizer, source: Source) -> list[str]:
     """Replace tokens of the template by the tokens of the settings; return notes."""
+    rules, tokens = source.rules, source.tokens
     around = _around(backend)
     roles = template_ends(rules.template)
     if len(around) < 2 or roles is None:
@@ -302,8 +278,8 @@ def _reframed(
         if tokens.get(role, token) != token and backend.token_to_id(tokens[role]) is not None
     }
     if changed:
-        prefix = stated.get("add_prefix_space", rules.prefix) is True
-        frame(backend, rules.template, {**rules.special, **former, **changed}, folder, prefix=prefix)
+        prefix = source.settings.get("add_prefix_space", rules.prefix) is True
+        frame(backend, rules.template, {**rules.special, **former, **changed}, source.folder, prefix=prefix)
     return [_used(role, token, former[role]) for role, token in changed.items()]
 
 

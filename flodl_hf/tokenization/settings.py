@@ -59,9 +59,7 @@ def _refused(key: str, value: Any, rules: FamilyTokenizer) -> str | None:
     return None
 
 
-def check_keys(
-    stated: Mapping[str, Any], mapped: Mapping[str, Any], rules: FamilyTokenizer | None, folder: str
-) -> list[str]:
+def check_keys(stated: Mapping[str, Any], mapped: Mapping[str, Any], rules: FamilyTokenizer, folder: str) -> list[str]:
     """Return a note about unknown keys, empty for none.
 
     Args:
@@ -77,7 +75,7 @@ def check_keys(
     for name, content in (("tokenizer_config.json", stated), ("special_tokens_map.json", mapped)):
         for key, value in content.items():
             types = APPLIED.get(key)
-            expected = None if value is None else _refused(key, value, rules) if rules is not None else None
+            expected = None if value is None else _refused(key, value, rules)
             # bool is an int for Python and no number for JSON.
             if (
                 types

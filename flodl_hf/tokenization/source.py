@@ -139,20 +139,24 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Input of a builder: files, settings and rules.
+    """Files, settings and rules of a tokenizer that is built or read.
 
     Attributes:
         files: contents of the files.
         folder: the folder of the files, for messages.
         settings: ``tokenizer_config.json``.
-        rules: of the tokenizer class, where the settings do not specify it.
-        tokens: special tokens by role, defaults of the class included.
+        mapped: ``special_tokens_map.json``.
+        added: ``added_tokens.json``.
+        rules: of the tokenizer class, or of the model's family.
+        tokens: special tokens by role; defaults of the class are included where a tokenizer is built.
         rows: rows of the model's word table, if known.
     """
 
     files: Mapping[str, bytes]
     folder: str
     settings: Mapping[str, Any]
+    mapped: Mapping[str, Any]
+    added: Mapping[str, Any]
     rules: FamilyTokenizer
     tokens: Mapping[str, str]
     rows: int | None = None
