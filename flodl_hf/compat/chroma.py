@@ -38,7 +38,7 @@ class FlodlEmbeddingFunction(EmbeddingFunction[Documents]):
         return "flodl-hf"
 
     def get_config(self) -> dict[str, Any]:
-        """Return what a collection stores to make the function again."""
+        """Return the values from which a collection makes the function again."""
         return {"model": self.name_or_path}
 
     @staticmethod

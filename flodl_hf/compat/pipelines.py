@@ -72,7 +72,7 @@ class Pipeline:
             raise InputTypeError(f"{self.task} has no keyword {'; '.join(wrong)}; it has {', '.join(known)}")
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Return what the pipeline of transformers returns for the same inputs and keywords.
+        """Return the results of transformers' pipeline for the same inputs and keywords.
 
         Args:
             *inputs: a text, a list or an iterator of texts, or a torch ``Dataset``, which gives an iterator; also

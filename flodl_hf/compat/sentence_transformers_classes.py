@@ -241,7 +241,7 @@ class _Sparse(_Computed):
 
 
 class SentenceTransformer(_Dense, sentence_transformers.SentenceTransformer):
-    """A SentenceTransformer whose embeddings are computed by this package.
+    """A SentenceTransformer with embeddings computed by this package.
 
     ``encode``, ``encode_query``, ``encode_document`` and ``similarity`` take the library's arguments; ``fit``, its
     Trainer and ``save_pretrained`` are the library's own.
@@ -253,7 +253,7 @@ class SentenceTransformer(_Dense, sentence_transformers.SentenceTransformer):
 
 
 class CrossEncoder(_Scores, sentence_transformers.CrossEncoder):
-    """A CrossEncoder whose scores are computed by this package.
+    """A CrossEncoder with scores computed by this package.
 
     ``predict`` and ``rank`` take the library's arguments.
 
@@ -264,7 +264,7 @@ class CrossEncoder(_Scores, sentence_transformers.CrossEncoder):
 
 
 class SparseEncoder(_Sparse, sentence_transformers.SparseEncoder):
-    """A SparseEncoder whose embeddings are computed by this package.
+    """A SparseEncoder with embeddings computed by this package.
 
     ``encode``, ``encode_query`` and ``encode_document`` take the library's arguments.
 
