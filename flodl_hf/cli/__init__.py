@@ -56,7 +56,11 @@ def _start_ranks(words: list[str]) -> None:
         from flodl.fork_server import prepare_ranks
 
         prepare_ranks("flodl_hf.training.run")
-    elif words[:1] == ["predict"] and "--in" in flags and os.path.exists("/dev/nvidiactl"):
+    elif words[:1] in (["predict"], ["encode"]) and {"--in", "-i"} & set(flags) and all(map(_is_here, names)):
         from flodl_hf.workers.process import start_early
 
         start_early("flodl_hf.jobs.file:serve", names)
+
+
+def _is_here(device: str) -> bool:
+    return os.path.exists(f"/dev/nvidia{device.removeprefix('cuda:')}")

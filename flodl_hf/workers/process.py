@@ -120,10 +120,8 @@ def start_early(target: str, devices: Sequence[str]) -> None:
 
     Args:
         target: see `flodl_hf.workers.child.main`; it waits for its job.
-        devices: the devices, such as ``cuda:0``; nothing is started unless all have this form.
+        devices: the devices, such as ``cuda:0``.
     """
-    if not all(name.startswith("cuda:") and name[5:].isdecimal() for name in devices):
-        return
     for rank, device in enumerate(devices[1:], 1):
         EARLY.append(rank_process(target, rank, len(devices), cuda=int(device[5:])))
 

@@ -16,6 +16,7 @@ import torch
 from flodl_hf import predict_file
 from flodl_hf.errors import PredictError
 from flodl_hf.jobs import ranks
+from flodl_hf.workers.process import EARLY, start_early
 
 ROOT = Path(__file__).parents[3]
 HEAD = "sequence_classification"
@@ -38,6 +39,18 @@ def test_two_devices_write_what_one_writes(folder: Any, model: Any, numbered: An
     assert (result.is_whole, result.rows, result.parts) == (True, 100, 7)
     assert out.read_bytes() == wanted.read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "wanted.jsonl"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_job_uses_ranks_that_were_started_before(folder: Any, model: Any, numbered: Any, tmp_path: Path) -> None:
+    source, wanted, out = numbered(100), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
+    predict_file(model(), source, wanted, part_rows=16)
+    start_early(ranks.RANK, ["cpu", "cuda:0"])
+    started = EARLY[0]
+    assert started.poll() is None
+    predict_file(folder(HEAD), source, out, part_rows=16, devices=["cpu", "cpu"])
+    assert out.read_bytes() == wanted.read_bytes()
+    assert (EARLY, started.poll()) == ([], 0)
 
 
 @pytest.mark.parametrize(
