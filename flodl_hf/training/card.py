@@ -142,11 +142,8 @@ def card(job: Job, result: FinetuneResult) -> str:
 def _thresholds(tuned: Tuned) -> list[str]:
     """Return the thresholds of labels, and their F1 on the examples they were chosen on."""
     where = f" of {tuned.where}" if tuned.where else ""
-    lines = [
-        "",
-        f"Thresholds, chosen for the best F1 on the {tuned.examples:,} evaluation examples{where}; on others they",
-    ]
-    lines[-1] += ' may do less well. `predict(threshold="tuned")` uses them.'
+    note = f"Thresholds, chosen for the best F1 on the {tuned.examples:,} evaluation examples{where}; on others they"
+    lines = ["", f'{note} may do less well. `predict(threshold="tuned")` uses them.']
     lines += ["", "| label | threshold | F1 at 0.5 | F1 there |", "|---|---:|---:|---:|"]
     for name, value in tuned.thresholds.items():
         f1 = [f"{table[name]:.4f}" if name in table else "" for table in (tuned.usual, tuned.tuned)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -107,7 +107,8 @@ def _plan_trial(stack: ExitStack, caller: str, model: Any, arguments: Mapping[st
     overwrite, callbacks = options.pop("overwrite", False), options.pop("callbacks", ())
     for name in ("on_event", "progress", "monitor"):
         options.pop(name, None)
-    stack.enter_context(_vectors_kept(model))
+    if isinstance(model, GraphModel):
+        stack.callback(setattr, model, "sentence_recipe", model.sentence_recipe)
     chosen, loss, problems = read_arguments(caller, model, train, options, loss=loss)
     if out is not None and not problems.messages:
         check_free(Path(out), overwrite)
@@ -119,19 +120,6 @@ def _plan_trial(stack: ExitStack, caller: str, model: Any, arguments: Mapping[st
         stack.callback(job.model.remove_adapter)
     stack.callback(job.conclude, job.model)  # another run may attach another module to the model
     return job
-
-
-@contextmanager
-def _vectors_kept(model: str | Path | EncoderModel) -> Iterator[None]:
-    """Restore the embedding settings of a model in memory at the end."""
-    if not isinstance(model, GraphModel):
-        yield
-        return
-    before = model.sentence_recipe
-    try:
-        yield
-    finally:
-        model.sentence_recipe = before
 
 
 def _evaluate_some(job: Job) -> dict[str, float]:

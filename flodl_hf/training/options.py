@@ -40,32 +40,15 @@ class Option:
 
 
 # fmt: off
-class FinetuneOptions(TypedDict, total=False):
-    """Options of `flodl_hf.finetune`, of recipes and of the command line."""
+class DataOptions(TypedDict, total=False):
+    """Options that concern data and evaluation, of `flodl_hf.finetune` and `flodl_hf.evaluate`."""
 
     task: Annotated[str | None, Option(None, "seqcls, tokcls (ner), qa, mlm, choice, nsp, pretrain, replaced, "
         "embedding, sparse, multivector or rank; by default inferred from the columns.")]
     columns: Annotated[Mapping[str, str] | None, Option(None, "Columns by role: text=headline.")]
-    labels: Annotated[Sequence[str] | None, Option(None, "Label names in order; by default the labels of the data.")]
-    new_head: Annotated[bool | None, Option(None, "Initialise a new head; by default if the label names or their order "
-        "differ from those of the model; no keeps the old head with the new names.", cli=False)]
     problem_type: Annotated[str | None, Option(None, "regression, single_label_classification or "
         "multi_label_classification; by default inferred from the labels.",
         among=("regression", "single_label_classification", "multi_label_classification"))]
-
-    epochs: Annotated[int, Option(3, "Number of epochs.", least=1)]
-    max_steps: Annotated[int | None, Option(None, "Maximum number of optimiser steps.", least=1)]
-    batch_size: Annotated[int | None, Option(None, "Rows in a batch, over all devices together; by default 32, or 16, "
-        "8 or 4 if a run for classification or question answering would have too few steps.", least=1)]
-    accumulate: Annotated[int, Option(1, "Gradient accumulation: batches per optimiser step.", least=1)]
-    micro_batch_size: Annotated[int | str | None, Option(None, "Maximum rows per forward pass, or auto for as many as "
-        "fit; changes only the memory.", least=1, words=("auto",))]
-    tokens_per_batch: Annotated[int | None, Option(None, "Maximum number of tokens per batch, instead of a number of "
-        "rows.", least=1)]
-    group_by_length: Annotated[bool | None, Option(None, "Group rows of similar length, which saves padding; by "
-        "default if rows are padded and an epoch has at least 256 batches.", cli=False)]
-    layout: Annotated[str, Option("auto", "padded, or packed (concatenated rows without padding); auto packs on CUDA "
-        "in bf16 and fp16.", among=("auto", "padded", "packed"))]
     max_length: Annotated[int | None, Option(None, "Maximum number of tokens per row; by default the limit of the "
         "model.", least=4)]
     stride: Annotated[int | None, Option(None, "Tokens shared by neighbouring windows of a long text (seqcls 0, tokcls "
@@ -73,6 +56,48 @@ class FinetuneOptions(TypedDict, total=False):
     long_texts: Annotated[str, Option("truncate", "seqcls: truncate texts that are longer than a row, read them in "
         "windows, each trained with the label and evaluated by their mean, or raise an error; cut is truncate.",
         among=("windows", "truncate", "error", "cut"))]
+    batch_size: Annotated[int | None, Option(None, "Rows in a batch, over all devices together; by default 32, or 16, "
+        "8 or 4 if a run for classification or question answering would have too few steps.", least=1)]
+    layout: Annotated[str, Option("auto", "padded, or packed (concatenated rows without padding); auto packs on CUDA "
+        "in bf16 and fp16.", among=("auto", "padded", "packed"))]
+    precision: Annotated[str, Option("fp32", "fp32, tf32, bf16 or fp16.", among=("fp32", "tf32", "bf16", "fp16"))]
+    attention: Annotated[str, Option("sdpa", "sdpa or eager.", among=("sdpa", "eager"), cli=False)]
+    seed: Annotated[int, Option(42, "Seed of new weights, data order, dropout and masking.")]
+    concatenate: Annotated[bool, Option(False, "mlm: concatenate lines with separators into full rows.")]
+    whole_words: Annotated[bool, Option(False, "mlm, pretrain, generator: mask whole words.")]
+    mask_probability: Annotated[float, Option(0.15, "mlm, pretrain: share of the tokens that are masked; replaced: "
+        "that are replaced.", least=0.0, most=1.0)]
+    vector_loss: Annotated[Any, Option(None, "embedding, sparse, multivector, rank: the loss, by "
+        "sentence-transformers' name (MultipleNegativesRankingLoss, CoSENTLoss, LambdaLoss, ...), or a mapping of "
+        "tables to losses; the default depends on the columns.")]
+    loss_options: Annotated[Mapping[str, Any] | None, Option(None, "embedding, sparse, multivector, rank: settings of "
+        "the loss: scale=50, margin=0.2, directions=query_to_doc.")]
+    matryoshka: Annotated[Sequence[str], Option((), "embedding: sizes of truncated vectors; the loss is the sum over "
+        "all sizes.")]
+    pooling: Annotated[str | None, Option(None, "embedding: mean, cls, max, ... or several (mean+max); by default that "
+        "of the folder, else mean.")]
+    normalize: Annotated[bool | None, Option(None, "embedding: scale vectors to length 1; by default as in the folder, "
+        "else yes.")]
+    revision: Annotated[str | None, Option(None, "Branch, tag or commit of the model on the Hub.")]
+    local_files_only: Annotated[bool, Option(False, "Do not connect to the Hub.")]
+
+
+class FinetuneOptions(DataOptions, total=False):
+    """Options of `flodl_hf.finetune`, of recipes and of the command line."""
+
+    labels: Annotated[Sequence[str] | None, Option(None, "Label names in order; by default the labels of the data.")]
+    new_head: Annotated[bool | None, Option(None, "Initialise a new head; by default if the label names or their order "
+        "differ from those of the model; no keeps the old head with the new names.", cli=False)]
+
+    epochs: Annotated[int, Option(3, "Number of epochs.", least=1)]
+    max_steps: Annotated[int | None, Option(None, "Maximum number of optimiser steps.", least=1)]
+    accumulate: Annotated[int, Option(1, "Gradient accumulation: batches per optimiser step.", least=1)]
+    micro_batch_size: Annotated[int | str | None, Option(None, "Maximum rows per forward pass, or auto for as many as "
+        "fit; changes only the memory.", least=1, words=("auto",))]
+    tokens_per_batch: Annotated[int | None, Option(None, "Maximum number of tokens per batch, instead of a number of "
+        "rows.", least=1)]
+    group_by_length: Annotated[bool | None, Option(None, "Group rows of similar length, which saves padding; by "
+        "default if rows are padded and an epoch has at least 256 batches.", cli=False)]
 
     lr: Annotated[float, Option(5e-5, "Highest learning rate.", least=0.0)]
     schedule: Annotated[Any, Option("linear", "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, "
@@ -107,10 +132,7 @@ class FinetuneOptions(TypedDict, total=False):
     ema: Annotated[float | None, Option(None, "Evaluate and keep a moving average of the weights with this decay "
         "(0.999).", least=0.0, most=1.0)]
 
-    precision: Annotated[str, Option("fp32", "fp32, tf32, bf16 or fp16.", among=("fp32", "tf32", "bf16", "fp16"))]
     gradient_checkpointing: Annotated[bool, Option(False, "Recompute layers in the backward pass to save memory.")]
-    attention: Annotated[str, Option("sdpa", "sdpa or eager.", among=("sdpa", "eager"), cli=False)]
-    seed: Annotated[int, Option(42, "Seed of new weights, data order, dropout and masking.")]
     deterministic: Annotated[bool, Option(False, "Use deterministic kernels only.", cli=False)]
     compile: Annotated[bool, Option(False, "Compile the model with torch.compile before training.")]
     on_nan: Annotated[str, Option("stop", "stop or skip if the loss or gradient is not finite.",
@@ -130,26 +152,11 @@ class FinetuneOptions(TypedDict, total=False):
     early_stopping: Annotated[int | None, Option(None, "Stop after this number of evaluations without improvement.",
         least=1)]
 
-    concatenate: Annotated[bool, Option(False, "mlm: concatenate lines with separators into full rows.")]
-    whole_words: Annotated[bool, Option(False, "mlm, pretrain, generator: mask whole words.")]
-    mask_probability: Annotated[float, Option(0.15, "mlm, pretrain: share of the tokens that are masked; replaced: "
-        "that are replaced.", least=0.0, most=1.0)]
     generator: Annotated[str | None, Option(None, "replaced: folder or name of a masked language model that is trained "
         "jointly and samples the replacements (as ELECTRA); by default they are drawn from the vocabulary.")]
 
-    vector_loss: Annotated[Any, Option(None, "embedding, sparse, multivector, rank: the loss, by "
-        "sentence-transformers' name (MultipleNegativesRankingLoss, CoSENTLoss, LambdaLoss, ...), or a mapping of "
-        "tables to losses; the default depends on the columns.")]
-    loss_options: Annotated[Mapping[str, Any] | None, Option(None, "embedding, sparse, multivector, rank: settings of "
-        "the loss: scale=50, margin=0.2, directions=query_to_doc.")]
-    matryoshka: Annotated[Sequence[str], Option((), "embedding: sizes of truncated vectors; the loss is the sum over "
-        "all sizes.")]
     guide: Annotated[str | None, Option(None, "embedding: folder or name of a second model: the guide of "
         "GISTEmbedLoss, the teacher of MSELoss.")]
-    pooling: Annotated[str | None, Option(None, "embedding: mean, cls, max, ... or several (mean+max); by default that "
-        "of the folder, else mean.")]
-    normalize: Annotated[bool | None, Option(None, "embedding: scale vectors to length 1; by default as in the folder, "
-        "else yes.")]
     prompts: Annotated[Any, Option(None, "embedding, sparse: a text before each text of the loss, or a mapping of "
         "columns to such texts. Metrics use the prompts of the folder, as sentence-transformers does.")]
     projection: Annotated[Mapping[str, Any] | None, Option(None, "multivector: settings of a new projection: size=128, "
@@ -184,9 +191,6 @@ class FinetuneOptions(TypedDict, total=False):
         "differ.", among=("sync", "cadence", "async"))]
     shard: Annotated[str | None, Option(None, "fsdp: shard weights, gradients and optimiser state over the devices.",
         among=("fsdp",))]
-
-    revision: Annotated[str | None, Option(None, "Branch, tag or commit of the model on the Hub.")]
-    local_files_only: Annotated[bool, Option(False, "Do not connect to the Hub.")]
 # fmt: on
 
 
@@ -209,31 +213,10 @@ class FinetuneArguments(FinetuneWords, total=False):
     callbacks: Sequence[Any]
 
 
-class EvaluateOptions(TypedDict, total=False):
-    """Options of `flodl_hf.evaluate`: the options of `flodl_hf.finetune` that concern data and evaluation."""
+class EvaluateOptions(DataOptions, total=False):
+    """Options of `flodl_hf.evaluate`."""
 
-    task: str | None
-    columns: Mapping[str, str] | None
-    problem_type: str | None
-    max_length: int | None
-    stride: int | None
-    long_texts: str
-    batch_size: int | None
-    layout: str
-    precision: str
-    attention: str
-    seed: int
-    concatenate: bool
-    whole_words: bool
-    mask_probability: float
     loss: str | None
-    vector_loss: str | None
-    loss_options: Mapping[str, Any] | None
-    matryoshka: Sequence[str]
-    pooling: str | None
-    normalize: bool | None
-    revision: str | None
-    local_files_only: bool
 
 
 class _Values:

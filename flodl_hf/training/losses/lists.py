@@ -8,12 +8,15 @@ step is the same however its questions are cut.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from flodl_hf.training.losses.pairs import CheckedSettings
 
 ABSENT = -1e16
 """Score of a missing candidate."""
@@ -28,7 +31,7 @@ def _scheme(word: str) -> str:
 
 
 @dataclass(frozen=True)
-class LambdaLoss:
+class LambdaLoss(CheckedSettings):
     """Pairwise ranking loss: pairs are weighted by their effect on nDCG.
 
     Attributes:
@@ -47,16 +50,16 @@ class LambdaLoss:
     reduction_log: str = "binary"
     mu: float = 10.0
 
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"reduction_log": ("binary", "natural")}
+
     def faults(self) -> list[str]:
         """Return the problems of the settings."""
         wrong = []
         if _scheme(self.weighting_scheme) not in SCHEMES:
             wrong.append(f"weighting_scheme is {self.weighting_scheme!r}; expected one of {', '.join(SCHEMES)}")
-        if self.reduction_log not in ("binary", "natural"):
-            wrong.append(f"reduction_log is {self.reduction_log!r}; expected binary or natural")
         if self.k is not None and (not isinstance(self.k, int) or self.k < 1):
             wrong.append(f"k is {self.k!r}; expected an integer from 1")
-        return wrong
+        return wrong + super().faults()
 
     def __call__(self, scores: Tensor, labels: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum over pairs and their number."""

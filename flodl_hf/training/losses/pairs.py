@@ -35,24 +35,13 @@ similar (1) or not (0); two texts with a class name; a text with a class; a text
 scores of a teacher; texts with vectors of a teacher."""
 
 
-class VectorLoss:
-    """Base class of losses of the vectors of a batch.
+class CheckedSettings:
+    """Settings with valid values.
 
     Attributes:
-        forms: accepted forms of data.
-        in_batch: whether the loss of an example depends on the other examples of its batch. If not, a step is the same
-            for any micro-batch size; if so, the same batch gives the same step on any number of ranks.
-        by_guide: whether labels are the vectors of a guide, ``(examples, texts, size)``.
-        ragged: whether examples may have different numbers of texts; the keyword ``there``, ``(examples, texts)``, is
-            false for missing texts.
         choices: mapping of settings to their valid values.
         positive: settings that are numbers above 0.
     """
-
-    forms: ClassVar[tuple[Form, ...]] = ()
-    in_batch: ClassVar[bool] = False
-    by_guide: ClassVar[bool] = False
-    ragged: ClassVar[bool] = False
 
     choices: ClassVar[Mapping[str, Collection[Any]]] = {}
     positive: ClassVar[tuple[str, ...]] = ()
@@ -66,6 +55,24 @@ class VectorLoss:
         ]
         numbers = {name: getattr(self, name) for name in self.positive}
         return found + [f"{name} is {n}; expected a number above 0" for name, n in numbers.items() if not n > 0]
+
+
+class VectorLoss(CheckedSettings):
+    """Base class of losses of the vectors of a batch.
+
+    Attributes:
+        forms: accepted forms of data.
+        in_batch: whether the loss of an example depends on the other examples of its batch. If not, a step is the same
+            for any micro-batch size; if so, the same batch gives the same step on any number of ranks.
+        by_guide: whether labels are the vectors of a guide, ``(examples, texts, size)``.
+        ragged: whether examples may have different numbers of texts; the keyword ``there``, ``(examples, texts)``, is
+            false for missing texts.
+    """
+
+    forms: ClassVar[tuple[Form, ...]] = ()
+    in_batch: ClassVar[bool] = False
+    by_guide: ClassVar[bool] = False
+    ragged: ClassVar[bool] = False
 
     def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean loss, a scalar.

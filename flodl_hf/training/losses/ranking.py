@@ -21,11 +21,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flodl_hf.inference.similarity import MEASURES
-from flodl_hf.training.losses.pairs import Form, VectorLoss
+from flodl_hf.training.losses.pairs import CheckedSettings, Form, VectorLoss
 
 
 @dataclass(frozen=True)
-class _Wrapped:
+class _Wrapped(CheckedSettings):
     """Properties of the wrapped loss."""
 
     loss: Any
@@ -107,11 +107,7 @@ class AdaptiveLayerLoss(_Wrapped):
     kl_temperature: float = 0.3
     layer_weighting: str = "uniform"
 
-    def faults(self) -> list[str]:
-        """Return the problems of the settings."""
-        known = ("uniform", "log", "linear")
-        wrong = self.layer_weighting not in known
-        return [f"layer_weighting is {self.layer_weighting!r}; expected one of {', '.join(known)}"] if wrong else []
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"layer_weighting": ("uniform", "log", "linear")}
 
     def __call__(self, layers: Sequence[Sequence[Tensor]], labels: Any, own: slice | None = None) -> Tensor:
         """Return the sum over the layers."""

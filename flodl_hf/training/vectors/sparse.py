@@ -7,7 +7,7 @@ sentence-transformers' SparseEncoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +23,7 @@ from flodl_hf.training.batching import epoch_ends
 from flodl_hf.training.losses import USUAL, make_loss, read_settings
 from flodl_hf.training.losses.pairs import (
     AnglELoss,
+    CheckedSettings,
     CoSENTLoss,
     CosineSimilarityLoss,
     DistillKLDivLoss,
@@ -87,7 +88,7 @@ def flops(vectors: Tensor, threshold: int | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SpladeLoss:
+class SpladeLoss(CheckedSettings):
     """A loss of sparse vectors and the FLOPS penalty of their words.
 
     Attributes:
@@ -112,6 +113,7 @@ class SpladeLoss:
 
     in_batch = True
     by_guide = False
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {"scheduler_type": ("quadratic", "linear")}
 
     @property
     def forms(self) -> Any:
@@ -128,11 +130,9 @@ class SpladeLoss:
         thresholds = (self.document_regularizer_threshold, self.query_regularizer_threshold)
         if not all(isinstance(value, int | None) for value in thresholds):
             wrong.append(f"thresholds are {thresholds}; expected integers")
-        if self.scheduler_type not in ("quadratic", "linear"):
-            wrong.append(f"scheduler_type is {self.scheduler_type!r}; expected quadratic or linear")
         if not 0 <= self.warmup_ratio <= 1:
             wrong.append(f"warmup_ratio is {self.warmup_ratio}; expected 0 to 1")
-        return wrong
+        return wrong + super().faults()
 
     def strength(self, step: int, steps: int) -> float:
         """Return which share of the weights counts in a step, the first of which is 0."""
