@@ -17,10 +17,11 @@ from flodl_hf.tokenization.readers.columns import NAMES, Columns, column_names, 
 from flodl_hf.tokenization.readers.targets import as_numbers, is_missing
 from flodl_hf.training.choices import choice_columns
 from flodl_hf.training.data import Tables
+from flodl_hf.training.losses import is_named
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import EncodedRows
 from flodl_hf.training.task import Known, Source, Task, name_of
-from flodl_hf.training.vectors.auxiliary import AuxiliaryTask, classifies, needs_layer
+from flodl_hf.training.vectors.auxiliary import AuxiliaryTask, needs_layer
 from flodl_hf.training.vectors.tables import are_pairs, read_table, table_columns
 from flodl_hf.training.vectors.task import EmbeddingTask, plan_embedding
 from flodl_hf.training.vectors.tsdae import DenoisingTask, denoises
@@ -203,7 +204,7 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
                 f"generator: {named} has none; expected task='replaced', or no generator", problems=["generator"]
             )
     pairs = are_pairs(list(tables.train[0])) and not options.columns
-    if named is None and (pairs or tables.parts or (options.vector_loss and denoises(options.vector_loss))):
+    if named is None and (pairs or tables.parts or denoises(options.vector_loss)):
         named = "embedding"
     kind = None if named is None else task_named(named).trained
     is_vectors = isinstance(kind, type) and issubclass(kind, EmbeddingTask)
@@ -243,9 +244,10 @@ def _needs_layer(rows: Sequence[Mapping[str, Any]], options: Options) -> bool:
 
 def _class_column(tables: Tables, options: Options) -> str | None:
     """Return the column of classes that vectors are learned from; None if there is none, or one of scores."""
+    classes = is_named(options.vector_loss, "softmax")
     for rows in [*tables.parts.values()] or [tables.train]:
         texts, label = table_columns(rows, options.columns)
-        if label in rows.classes or (label is not None and (len(texts) == 1 or classifies(options.vector_loss))):
+        if label in rows.classes or (label is not None and (len(texts) == 1 or classes)):
             return label
     return None
 

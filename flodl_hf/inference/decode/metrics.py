@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from flodl.errors import DataError, capped
 from flodl.metrics import Sums
+from flodl.metrics.classification import scores_of_counts
 from flodl_hf.tokenization.alignment import Scheme, spans_of
 
 
@@ -76,7 +77,7 @@ class SpanF1:
         """Return ``precision``, ``recall``, ``f1``, ``f1/<type>``, ``accuracy`` of tags and ``count`` of true spans."""
         right, total = self._tags
         return {
-            **_scores(*(counts.total() for counts in self._spans.values())),
+            **scores_of_counts(*(counts.total() for counts in self._spans.values())),
             "accuracy": _ratio(right, total),
             "count": float(self._spans["true"].total()),
             **{f"f1/{kind}": scores["f1"] for kind, scores in self.per_type().items()},
@@ -86,7 +87,7 @@ class SpanF1:
         """Return ``precision``, ``recall``, ``f1`` and ``support`` (true spans) of each type."""
         return {
             kind: {
-                **_scores(*(counts[kind] for counts in self._spans.values())),
+                **scores_of_counts(*(counts[kind] for counts in self._spans.values())),
                 "support": float(self._spans["true"][kind]),
             }
             for kind in sorted(self._spans["predicted"].keys() | self._spans["true"].keys())
@@ -100,14 +101,6 @@ class SpanF1:
         """Replace the counts."""
         self._spans = {name: Counter(state[name]) for name in self._spans}
         self._tags = list(state["tags"])
-
-
-def _scores(right: int, predicted: int, true: int) -> dict[str, float]:
-    return {
-        "precision": _ratio(right, predicted),
-        "recall": _ratio(right, true),
-        "f1": _ratio(2 * right, predicted + true),
-    }
 
 
 def _ratio(part: int, whole: int) -> float:

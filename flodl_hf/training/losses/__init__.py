@@ -49,6 +49,11 @@ def plain_name(word: str) -> str:
     return word.lower().replace("_", "").replace("-", "").removesuffix("loss")
 
 
+def is_named(word: Any, *names: str) -> bool:
+    """Return whether a word is the name of a loss, given as by `plain_name`."""
+    return isinstance(word, str) and plain_name(word) in names
+
+
 def loss_named(word: str, table: Mapping[str, Any] = LOSSES) -> str:
     """Return the name of a loss, of a table or `CACHED`, in whatever case and with "Loss" or without.
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flodl.metrics.classification import scores_of_counts
 from flodl_hf.inference.decode.metrics import SpanF1
 from flodl_hf.tokenization.alignment import spans_of
 from flodl_hf.training.evaluators import hits_above
@@ -73,12 +74,7 @@ def label_table(kind: str, predictions: Any, truth: Any, names: Sequence[str]) -
 
 
 def _row(right: int, predicted: int, there: int) -> dict[str, float]:
-    return {
-        "precision": right / predicted if predicted else 0.0,
-        "recall": right / there if there else 0.0,
-        "f1": 2 * right / (predicted + there) if predicted + there else 0.0,
-        "support": int(there),
-    }
+    return {**scores_of_counts(right, predicted, there), "support": int(there)}
 
 
 def _of_classes(predicted: Numbers, there: Numbers, names: Sequence[str]) -> LabelTable:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from flodl.errors import DataError
 from flodl.metrics import Accuracy
-from flodl_hf.training.losses import plain_name
+from flodl_hf.training.losses import is_named
 from flodl_hf.training.losses.pairs import EmbedDistillLoss, Form, VectorLoss
 from flodl_hf.training.options import Options
 from flodl_hf.training.task import Examples, Prepared, Scorer
@@ -106,18 +106,11 @@ AUXILIARY_LOSSES: dict[str, Any] = {"SoftmaxLoss": SoftmaxLoss, "EmbedDistillLos
 """By name."""
 
 
-def _is(word: Any, name: str) -> bool:
-    return isinstance(word, str) and plain_name(word) == name
-
-
-def classifies(word: Any) -> bool:
-    """Return whether a word names the loss of classes of pairs."""
-    return _is(word, "softmax")
-
-
 def needs_layer(word: Any, settings: Mapping[str, Any] | None) -> bool:
     """Return whether a loss with these settings has an additional layer."""
-    return classifies(word) or (_is(word, "embeddistill") and (settings or {}).get("projection_dim") is not None)
+    return is_named(word, "softmax") or (
+        is_named(word, "embeddistill") and (settings or {}).get("projection_dim") is not None
+    )
 
 
 def attach_layer(model: EncoderModel, loss: Any, classes: int, pooling: str | None, seed: int) -> None:
@@ -162,7 +155,7 @@ class AuxiliaryTask(EmbeddingTask):
         """Return a table; integers are classes where the loss is of classes."""
         table = super().read(examples, options, source)
         whole = table.labels is not None and table.labels.dtype.kind == "i" and table.labels.min() >= 0
-        if classifies(options.vector_loss) and table.form in ("scored", "binary") and whole:
+        if is_named(options.vector_loss, "softmax") and table.form in ("scored", "binary") and whole:
             return replace(table, form=OF_CLASSES)
         return table
 

@@ -277,9 +277,6 @@ class MultiVectorTask(EmbeddingTask):
         further = {"attended": late.attended, "skipped": self._guides["skipped"], "first": late.first}
         return CollateLate.like(usual, lengths=not usual.settled, mask_id=mask, query_tokens=filled, **further)
 
-    def _fitting(self, form: Any) -> list[Any]:
-        return [loss for loss in self.losses if form in loss.forms]
-
     def _usual(self, form: Any) -> Any:
         return make_loss(self.usual[form], None, self.table)
 

@@ -31,7 +31,7 @@ from flodl_hf.nn.layers.encoder_layer import EncoderLayer
 from flodl_hf.nn.layout.buckets import round_up
 from flodl_hf.nn.layout.layouts import Padded
 from flodl_hf.tokenization.alignment import IGNORE
-from flodl_hf.training.losses import plain_name
+from flodl_hf.training.losses import is_named
 from flodl_hf.training.losses.pairs import Form, VectorLoss
 from flodl_hf.training.rows import SPECIAL, CollateRows, Laid, TakenRows
 from flodl_hf.training.task import Examples, LengthLimits, Prepared
@@ -70,7 +70,7 @@ DENOISING: dict[str, Any] = {"DenoisingAutoEncoderLoss": DenoisingAutoEncoderLos
 
 def denoises(word: Any) -> bool:
     """Return whether a word names this loss."""
-    return isinstance(word, str) and plain_name(word) in ("denoisingautoencoder", "denoising", "tsdae")
+    return is_named(word, "denoisingautoencoder", "denoising", "tsdae")
 
 
 class Crossing(nn.Module):
