@@ -107,8 +107,9 @@ def _plan_trial(stack: ExitStack, caller: str, model: Any, arguments: Mapping[st
     overwrite, callbacks = options.pop("overwrite", False), options.pop("callbacks", ())
     for name in ("on_event", "progress", "monitor"):
         options.pop(name, None)
-    if isinstance(model, GraphModel):
-        stack.callback(setattr, model, "sentence_recipe", model.sentence_recipe)
+    opened: Any = model
+    if isinstance(opened, GraphModel):
+        stack.callback(setattr, opened, "sentence_recipe", opened.sentence_recipe)
     chosen, loss, problems = read_arguments(caller, model, train, options, loss=loss)
     if out is not None and not problems.messages:
         check_free(Path(out), overwrite)
