@@ -199,11 +199,11 @@ def _averaged(
         count_absent: whether classes without labels and predictions count in a macro average, as zeros.
     """
     if average == "binary":
-        return scores_of_counts(right[1], predicted[1], true[1])
+        return _scores(right[1], predicted[1], true[1])
     if average == "micro":
-        return scores_of_counts(sum(right), sum(predicted), sum(true))
+        return _scores(sum(right), sum(predicted), sum(true))
     rows = [
-        (scores_of_counts(r, p, t), t if average == "weighted" else 1)
+        (_scores(r, p, t), t if average == "weighted" else 1)
         for r, p, t in zip(right, predicted, true, strict=True)
         if count_absent or p or t
     ]
@@ -214,8 +214,7 @@ def _averaged(
     }
 
 
-def scores_of_counts(right: int, predicted: int, true: int) -> dict[str, float]:
-    """Return ``precision``, ``recall`` and ``f1`` of a class; 0.0 where nothing was predicted or true."""
+def _scores(right: int, predicted: int, true: int) -> dict[str, float]:
     return {
         "precision": _ratio(right, predicted),
         "recall": _ratio(right, true),

@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from flodl.errors import DataError, capped
 from flodl.metrics import Sums
-from flodl.metrics.classification import scores_of_counts
 from flodl_hf.tokenization.alignment import Scheme, spans_of
 
 
@@ -101,6 +100,15 @@ class SpanF1:
         """Replace the counts."""
         self._spans = {name: Counter(state[name]) for name in self._spans}
         self._tags = list(state["tags"])
+
+
+def scores_of_counts(right: int, predicted: int, true: int) -> dict[str, float]:
+    """Return ``precision``, ``recall`` and ``f1`` of a class; 0.0 where nothing was predicted or true."""
+    return {
+        "precision": _ratio(right, predicted),
+        "recall": _ratio(right, true),
+        "f1": _ratio(2 * right, predicted + true),
+    }
 
 
 def _ratio(part: int, whole: int) -> float:
