@@ -8,6 +8,7 @@ published.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -22,6 +23,7 @@ from torch import Tensor
 from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
 from flodl_hf.checkpoints.saving.state import write_bytes
 from flodl_hf.checkpoints.version import own_version
+from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, compare_folder, write_checksums
 from flodl_hf.checkpoints.weights.file_names import WEIGHT_FILES
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.export.traced import Traced, with_torch_defaults
@@ -208,7 +210,7 @@ class _Export:
         self, folder: str | Path, write: Callable[[Path, ExportedProgram], None], opened: Callable[[Path], Answer],
         needed: int, overwrite: bool, command: str | None,
     ) -> EngineFile:  # fmt: skip
-        from flodl_hf.checkpoints.weights.checksums import compare_folder
+        from flodl_hf.models.saving import surroundings
 
         self._check_weights(Path(folder))
         self.receipt.folder = Path(folder).name
@@ -217,13 +219,17 @@ class _Export:
 
         def writer(stage: Path) -> None:
             write(stage, self.traced.program())
-            self._surround(stage)
+            # Next to the engine file: configuration, tokenizer, small files of sentence-transformers.
+            for name, data in surroundings(self.traced.model).items():
+                path = stage / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_bytes(path, data)
             self._compare(opened(stage))
-            self._say_prompts()
             self._describe(stage, command)
 
         place = publish_folder(
-            folder, writer, overwrite=overwrite, needed_bytes=needed, replaceable=_is_ours
+            folder, writer, overwrite=overwrite, needed_bytes=needed,
+            replaceable=lambda name: is_model_file(name) or name in _OURS,
         )  # fmt: skip
         found = compare_folder(place)
         if not found.whole:
@@ -250,15 +256,6 @@ class _Export:
                 problems=[held],
             )
 
-    def _surround(self, stage: Path) -> None:
-        """Write the files next to the engine file: configuration, tokenizer, small files of sentence-transformers."""
-        from flodl_hf.models.saving import surroundings
-
-        for name, data in surroundings(self.traced.model).items():
-            place = stage / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(place, data)
-
     def _compare(self, answer: Answer) -> None:
         """Run awkward batches through both sides.
 
@@ -268,10 +265,16 @@ class _Export:
         bad = []
         for batch in _batches(self.traced):
             expected = self.traced(**batch.inputs)
-            self._check_finite(batch, expected)
+            real = batch.inputs["attention_mask"].bool()
+            for name, value in expected.items():
+                if not torch.isfinite(value[real] if "tokens" in self.traced.outputs[name] else value).all():
+                    raise ExportError(
+                        f"export: the model's own {name} of {batch.name} has values that are no finite numbers; "
+                        "expected finite ones, with which an engine's can be compared. Look at its weights",
+                        problems=[name],
+                    )
             answered = self._answered(answer, batch)
             shape = " x ".join(str(n) for n in batch.inputs["input_ids"].shape)
-            real = batch.inputs["attention_mask"].bool()
             gaps = {name: self._gap(name, answered.get(name), value, real) for name, value in expected.items()}
             gap = max(gaps.values()) if set(answered) == set(expected) else float("inf")
             self.largest = max(self.largest, gap)
@@ -301,26 +304,6 @@ class _Export:
                 problems=[batch.name],
             ) from fault
 
-    def _say_prompts(self) -> None:
-        """Warn if a folder excludes prompt tokens from vectors, because an engine file does not record this."""
-        recipe = self.traced.model.sentence_recipe
-        if "sentence_embedding" in self.traced.outputs and recipe is not None and not recipe.include_prompt:
-            detail = (
-                "the folder leaves tokens of prompts out of vectors, sentence_embedding counts all; of texts with a "
-                "prompt, pool last_hidden_state without its tokens"
-            )
-            self.receipt.checks.append(Check(f"{self.engine}: prompts", "not run", detail))
-
-    def _check_finite(self, batch: AwkwardBatch, expected: Mapping[str, Tensor]) -> None:
-        real = batch.inputs["attention_mask"].bool()
-        for name, value in expected.items():
-            if not torch.isfinite(value[real] if "tokens" in self.traced.outputs[name] else value).all():
-                raise ExportError(
-                    f"export: the model's own {name} of {batch.name} has values that are no finite numbers; expected "
-                    "finite ones, with which an engine's can be compared. Look at its weights",
-                    problems=[name],
-                )
-
     def _gap(self, name: str, values: Tensor | None, expected: Tensor, real: Tensor) -> float:
         """Return the largest difference at real tokens; endless where something is no number.
 
@@ -334,10 +317,14 @@ class _Export:
         return float((values.double() - expected.double()).abs().max()) / largest
 
     def _describe(self, stage: Path, command: str | None) -> None:
-        import json
-
-        from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, write_checksums
-
+        recipe = self.traced.model.sentence_recipe
+        # An engine file does not record that a folder excludes the tokens of prompts from vectors.
+        if "sentence_embedding" in self.traced.outputs and recipe is not None and not recipe.include_prompt:
+            detail = (
+                "the folder leaves tokens of prompts out of vectors, sentence_embedding counts all; of texts with a "
+                "prompt, pool last_hidden_state without its tokens"
+            )
+            self.receipt.checks.append(Check(f"{self.engine}: prompts", "not run", detail))
         write_checksums(stage)
         listed = json.loads((stage / CHECKSUMS).read_text("utf-8"))["files"]
         model = self.traced.model
@@ -372,10 +359,6 @@ def _batches(traced: Traced) -> Iterator[AwkwardBatch]:
         yield AwkwardBatch(batch.name, given)
         if batch.name == "mixed lengths":
             yield AwkwardBatch("filled on the left", {name: value.flip(-1) for name, value in given.items()})
-
-
-def _is_ours(name: str) -> bool:
-    return is_model_file(name) or name in _OURS
 
 
 def _versions(engine: str) -> dict[str, str]:

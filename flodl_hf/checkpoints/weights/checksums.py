@@ -203,12 +203,12 @@ def _truth(folder: Path) -> tuple[str, str | None, dict[str, _Listed], bool]:
     """Return the source of the expected values, its fingerprint, the values, and whether files may be absent."""
     blobs = _blobs(folder)
     if is_entry(folder, CHECKSUMS):
-        fingerprint, listed = _read(folder)
+        fingerprint, listed = _listed_in(folder, CHECKSUMS)
         return CHECKSUMS, fingerprint, {**blobs, **listed}, bool(blobs)
     if blobs:
         return "the Hub's cache", None, blobs, False
     if is_entry(folder, RECEIPT):
-        return RECEIPT, None, _of_receipt(folder), False
+        return RECEIPT, *_listed_in(folder, RECEIPT), False
     raise CheckpointError(
         f"{folder}: no expected checksums; expected {CHECKSUMS}, as in exports, or a "
         f"snapshot of the Hub's cache. If you trust the files as they are, `flodl-hf verify {folder} --write` "
@@ -219,39 +219,29 @@ def _truth(folder: Path) -> tuple[str, str | None, dict[str, _Listed], bool]:
     )
 
 
-def _read(folder: Path) -> tuple[str, dict[str, _Listed]]:
-    data = read_member(folder, CHECKSUMS, _LIMIT)
+def _listed_in(folder: Path, source: str) -> tuple[str | None, dict[str, _Listed]]:
+    """Return the seal and the expected files that the list of checksums, or a receipt without a seal, contains."""
+    data = read_member(folder, source, _LIMIT)
     try:
-        value = unseal(data)
-        if value["format"] != FORMAT:
-            raise ValueError(f"format {printable(str(value['format']), 40)} is not {FORMAT!r}")
-        listed = {}
-        for name, entry in value["files"].items():
+        if source == RECEIPT:
+            fingerprint = None
+            files = {name: (None, digest) for name, digest in json.loads(data)["facts"]["sha256"].items()}
+        else:
+            value, fingerprint = unseal(data), json.loads(data)[SEAL]
+            if value["format"] != FORMAT:
+                raise ValueError(f"format {printable(str(value['format']), 40)} is not {FORMAT!r}")
+            files = {name: (int(entry["bytes"]), entry["sha256"]) for name, entry in value["files"].items()}
+        for name in files:
             _check_name(name)
-            listed[name] = _Listed(int(entry["bytes"]), _sha(entry["sha256"]))
-        return json.loads(data)[SEAL], listed
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(folder, CHECKSUMS, error) from None
-
-
-def _of_receipt(folder: Path) -> dict[str, _Listed]:
-    try:
-        named: Mapping[str, str] = json.loads(read_member(folder, RECEIPT, _LIMIT))["facts"]["sha256"]
-        for name in named:
-            _check_name(name)
-        return {name: _Listed(None, _sha(digest)) for name, digest in named.items()}
+        return fingerprint, {name: _Listed(size, _sha(digest)) for name, (size, digest) in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(folder, RECEIPT, error) from None
-
-
-def _damaged(folder: Path, name: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{folder / name}: cannot be used ({printable(str(error), 200)}); expected names, lengths and SHA-256 as an "
-        "export writes them. Fetch or export the folder again",
-        path=str(folder / name),
-        problems=[str(error)],
-        file=name,
-    )
+        raise CheckpointError(
+            f"{folder / source}: cannot be used ({printable(str(error), 200)}); expected names, lengths and SHA-256 as "
+            "an export writes them. Fetch or export the folder again",
+            path=str(folder / source),
+            problems=[str(error)],
+            file=source,
+        ) from None
 
 
 def _blobs(folder: Path) -> dict[str, _Listed]:

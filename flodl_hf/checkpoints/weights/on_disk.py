@@ -12,7 +12,7 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -106,15 +106,29 @@ def stays_on_disk(
         )
     if weights == "memory":
         return False
-    names = dict.fromkeys(used)
-    faults = _faults(manifest, names, dtype, device, mapped)
+    stored = [manifest.tensors[name] for name in dict.fromkeys(used) if name in manifest.tensors]
+    kinds = {tensor.dtype for tensor in stored}
+    is_safetensors = manifest.layout in ("single", "sharded")
+    faults = []
+    if device.type not in ("cpu", "cuda"):
+        faults.append(f"layers are loaded on demand on CPUs and CUDA devices, not on a {device.type}")
+    if mapped is False:
+        faults.append("mapped=False requests copies in memory")
+    if not is_safetensors:
+        faults.append(f"{Path(manifest.files[0].name).name} has to be converted once, by flodl-hf convert")
+    if any(DTYPES[kind] != dtype for kind in kinds):
+        word = str(dtype).removeprefix("torch.")
+        faults.append(
+            f"weights are stored in {', '.join(sorted(kinds))} but {word} needs copies; pass dtype= as "
+            "they are stored, and predict with precision= to compute in another dtype"
+        )
     if weights == "disk":
         if faults:
             raise ConfigError(f"{manifest.folder}: weights='disk' cannot be: {'; '.join(faults)}", problems=faults)
         return True
-    need = sum(prod(manifest.tensors[name].shape) for name in names if name in manifest.tensors) * dtype.itemsize
+    need = sum(prod(tensor.shape) for tensor in stored) * dtype.itemsize
     free = available_memory(device)
-    if free is None or need <= free or manifest.layout not in ("single", "sharded"):
+    if free is None or need <= free or not is_safetensors:
         return False
     short = f"weights take {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"
     if faults:
@@ -124,32 +138,6 @@ def stays_on_disk(
     notes.append(said)
     warnings.warn(f"{manifest.folder}: {said}", stacklevel=2)
     return True
-
-
-def _faults(
-    manifest: SourceManifest,
-    names: Mapping[str, None],
-    dtype: torch.dtype,
-    device: torch.device,
-    mapped: bool | None,
-) -> list[str]:
-    faults = []
-    if device.type not in ("cpu", "cuda"):
-        faults.append(f"layers are loaded on demand on CPUs and CUDA devices, not on a {device.type}")
-    if mapped is False:
-        faults.append("mapped=False requests copies in memory")
-    if manifest.layout not in ("single", "sharded"):
-        files = Path(manifest.files[0].name).name
-        faults.append(f"{files} has to be converted once, by flodl-hf convert")
-    kinds = {manifest.tensors[name].dtype for name in names if name in manifest.tensors}
-    other = sorted(kind for kind in kinds if DTYPES[kind] != dtype)
-    if other:
-        word = str(dtype).removeprefix("torch.")
-        faults.append(
-            f"weights are stored in {', '.join(sorted(kinds))} but {word} needs copies; pass dtype= as "
-            "they are stored, and predict with precision= to compute in another dtype"
-        )
-    return faults
 
 
 def _file_mappings() -> list[tuple[int, int]]:

@@ -85,8 +85,9 @@ class BinShard(Shard):
         """
         descriptor = self._open_descriptor()
         records = {name: self._records[name] for name in names}
-        unique = sorted(dict.fromkeys(records.values()), key=self._start)
-        extents = [self._extent(record) for record in unique]
+        places = {record: self._extent(record) for record in records.values()}
+        unique = sorted(places, key=lambda record: places[record].start)
+        extents = [places[record] for record in unique]
         if not mapped:
             keys = dict.fromkeys(record.storage.key for record in unique)
             check_sums(descriptor, {f"data/{key}": self._storages[key] for key in keys}, self._where)
@@ -168,14 +169,11 @@ class BinShard(Shard):
             self._fail(f"storage {printable(storage.key)} is not in the file")
         return self._storages[storage.key]
 
-    def _start(self, record: TensorRecord) -> int:
-        return self._place(record.storage).start + record.offset * DTYPES[record.storage.dtype].itemsize
-
     def _extent(self, record: TensorRecord) -> Extent:
         """Return the bytes from the first to the last number of ``record``, as one flat run."""
-        dtype = record.storage.dtype
-        nbytes = record.span * DTYPES[dtype].itemsize
-        return Extent(record.storage.key, dtype, (record.span,), self._start(record), nbytes)
+        dtype, size = record.storage.dtype, DTYPES[record.storage.dtype].itemsize
+        start = self._place(record.storage).start + record.offset * size
+        return Extent(record.storage.key, dtype, (record.span,), start, record.span * size)
 
     def _fail(self, problem: str) -> NoReturn:
         raise CheckpointError(
@@ -276,11 +274,8 @@ def check_sums(descriptor: int, members: Mapping[str, Member], path: str) -> Non
         return value != member.checksum
 
     known = {name: member for name, member in members.items() if member.checksum}
-    if len(known) > 1 and sum(member.length for member in known.values()) > _PIECE:
-        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-            results = list(pool.map(differs, known.values()))
-    else:
-        results = [differs(member) for member in known.values()]
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        results = list(pool.map(differs, known.values()))
     damaged = [printable(name) for name, bad in zip(known, results, strict=True) if bad]
     if damaged:
         raise CheckpointError(
