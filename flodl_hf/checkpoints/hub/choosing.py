@@ -66,7 +66,7 @@ def select(request: HubRequest, names: Iterable[str]) -> list[str]:
                 others=others,
             )
         chosen |= set(weights)
-    if not chosen and request.modules is not None and _MODULES in inside:
+    if not chosen and request.modules and _MODULES in inside:
         chosen = matching(inside, _ROUTING)  # which tell where the wanted ones lie
     return [request.prefix + name for name in sorted(chosen)]
 
@@ -101,7 +101,7 @@ def named_weights(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
 
 def _in_modules(request: HubRequest, names: Iterable[str]) -> bool:
     """Return whether weights may be in the module folders that ``modules.json`` names."""
-    return request.modules is not None and _MODULES in request.files and _MODULES in names
+    return request.modules and _MODULES in request.files and _MODULES in names
 
 
 def select_modules(request: HubRequest, names: Iterable[str], folder: Path) -> list[str]:
@@ -115,7 +115,7 @@ def select_modules(request: HubRequest, names: Iterable[str], folder: Path) -> l
     wanted = (CONFIG_NAME, *((WEIGHTS, BIN) if WEIGHTS in request.files else ()))
     for part, holds_transformer in _modules_in(request, folder):
         if holds_transformer:
-            found += select(replace(request, subfolder=prefix + part, modules=None), present)
+            found += select(replace(request, subfolder=prefix + part, modules=False), present)
         else:
             found += sorted(present.intersection(f"{prefix}{part}/{name}" for name in wanted))
     return found
@@ -136,17 +136,20 @@ def lacking(request: HubRequest, folder: Path, present: Sequence[str]) -> list[s
     missing = []
     for part in (part for part, holds in _modules_in(request, folder) if holds):
         below = [name.removeprefix(f"{part}/") for name in present if name.startswith(f"{part}/")]
-        missing += [f"{part}/{name}" for name in lacking(replace(request, modules=None), folder / part, below)]
+        missing += [f"{part}/{name}" for name in lacking(replace(request, modules=False), folder / part, below)]
     return missing
 
 
 def any_present(request: HubRequest, present: Sequence[str]) -> bool:
     """Return whether a folder of the cache contains any requested file, or a file that names them."""
-    return bool(matching(present, request.files)) or (request.modules is not None and _MODULES in present)
+    return bool(matching(present, request.files)) or (request.modules and _MODULES in present)
 
 
 def _modules_in(request: HubRequest, folder: Path) -> Iterable[tuple[str, bool]]:
-    return request.modules(folder).items() if request.modules is not None else ()
+    """Return the module folders that the small files in a folder name, and whether each has a transformer."""
+    from flodl_hf.checkpoints.sentence.routing import module_folders
+
+    return module_folders(folder).items() if request.modules else ()
 
 
 def _shards(index: Path) -> set[str]:

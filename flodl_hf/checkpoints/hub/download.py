@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -82,7 +82,7 @@ def resolve(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     files: Sequence[str] = MODEL_FILES,
-    modules: Callable[[Path], Mapping[str, bool]] | None = None,
+    modules: bool = False,
 ) -> Resolved:
     """Return the folder that holds the files of ``name_or_path``, fetching what is missing.
 
@@ -98,8 +98,7 @@ def resolve(
         local_files_only: open no network connection.
         files: patterns of the requested files, relative to ``subfolder``; ``"model.safetensors"``
             stands for the weights, in one file or many.
-        modules: called with a folder of ``modules.json`` and the other small files, returns the module folders and
-            whether each has a transformer; these are fetched too. None if weights are in one place.
+        modules: whether files in the folders of modules, which ``modules.json`` names, are requested too.
 
     Raises:
         HubError: the name is malformed or not found, access is refused, the network is

@@ -37,7 +37,7 @@ def resolve_folder(
         return path, None
     from flodl_hf.checkpoints.hub.download import resolve
 
-    resolved = resolve(name_or_path, files=list(files), modules=_modules, **hub)
+    resolved = resolve(name_or_path, files=list(files), modules=True, **hub)
     return Path(resolved.folder), resolved.commit
 
 
@@ -47,12 +47,6 @@ def _local(name_or_path: Any) -> Path | None:
         return None  # an empty name is not the current directory
     path = Path(os.path.expanduser(os.fspath(name_or_path)))
     return path if os.path.isdir(path) else None  # Path.is_dir raises for a name that no folder can have
-
-
-def _modules(folder: Path) -> Mapping[str, bool]:
-    from flodl_hf.checkpoints.sentence.routing import module_folders
-
-    return module_folders(folder)
 
 
 def expect_tokenizer(name_or_path: Any, task: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
@@ -28,8 +28,7 @@ class HubRequest:
     """A checked request for files of a repository.
 
     Attributes:
-        modules: maps a folder with the small files of sentence-transformers to its module folders, and
-            whether each has a transformer; None if not needed.
+        modules: files of the module folders of sentence-transformers are requested too.
         weights: weight files named by a configuration, if none of the usual names exist.
     """
 
@@ -39,7 +38,7 @@ class HubRequest:
     token: str | bool | None
     cache: Path
     files: tuple[str, ...]
-    modules: Callable[[Path], Mapping[str, bool]] | None = None
+    modules: bool = False
     weights: tuple[str, ...] = ()
 
     @property

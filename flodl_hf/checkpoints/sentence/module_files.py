@@ -93,22 +93,18 @@ def refuse_setting(path: Path, key: str, value: Any, expected: str) -> ConfigErr
 def wrong_tensors(path: Path, tensors: Mapping[str, Tensor], expected: str) -> ConfigError:
     """Return the error for a module with tensors that contradict its settings."""
     found = {name: tuple(tensor.shape) for name, tensor in sorted(tensors.items())}
-    return ConfigError(
-        f"{path}: found tensors {shown(found, 120)}, expected {expected}. Fetch the folder again.",
-        where=str(path),
-        problems=sorted(tensors),
-    )
+    return wrong(path, f"found tensors {shown(found, 120)}", expected, sorted(tensors))
 
 
 _LIMIT = 1_000_000
 
 
-def wrong(path: Path, problem: str, expected: str) -> ConfigError:
-    """Return the error for a file with unexpected contents."""
+def wrong(path: Path, problem: str, expected: str, names: Sequence[str] = ()) -> ConfigError:
+    """Return the error for a file with unexpected contents; ``names`` are the wrong settings or tensors, if known."""
     return ConfigError(
         f"{path}: {problem}; expected {expected}. Fetch the file again or correct it.",
         where=str(path),
-        problems=[path.name],
+        problems=list(names) or [path.name],
     )
 
 
