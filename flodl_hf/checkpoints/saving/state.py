@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 import torch
@@ -328,7 +327,7 @@ def write_safetensors(
     place = Path(path)
     items = list(tensors)
     _check(place, items)
-    composed = compose_header([(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in items], metadata)
+    composed = compose_header(items, metadata)
     if header is not None and _same_meaning(header, composed):
         composed = header
     try:
@@ -351,10 +350,8 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> WrittenFile:
     return _write(Path(path), [data])
 
 
-def compose_header(
-    entries: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-) -> bytes:
-    """Return the length field and header of a file with ``entries`` (name, dtype name, shape) in that order.
+def compose_header(items: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the length field and header of a file with tensors in that order.
 
     The spelling is that of the safetensors library: compact JSON, padded with spaces to a multiple of eight
     bytes, so that the data after it is aligned.
@@ -363,10 +360,10 @@ def compose_header(
     if metadata:
         table["__metadata__"] = dict(metadata)
     position = 0
-    for name, dtype, shape in entries:
-        nbytes = DTYPES[dtype].itemsize * prod(shape)
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
-        position += nbytes
+    for name, tensor in items:
+        end = position + tensor.nbytes
+        table[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -140,7 +140,9 @@ class SentenceTransformerConfig:
     def scorer(self) -> Dense | None:
         """The dense layer that makes a cross-encoder's scores of pooled vectors; None if there is none."""
         last = self.dense[-1] if self.dense else None
-        return last if isinstance(last, Dense) and last.of_scores else None
+        if isinstance(last, Dense) and (last.source or {}).get("module_output_name") == "scores":
+            return last
+        return None
 
     def shares(self, layers: int, folder: str) -> tuple[tuple[int, float], ...]:
         """Return the numbers of the hidden states that are read and their shares; nothing for the last state alone.
@@ -327,7 +329,8 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
         elif kind == "MultiVectorMask":
             mask = settings_in(root, place, _MASK_KEYS, optional=True)
             read.append(place)
-    if layers is not None and not _gives_all_layers(root / transformer, settings):
+    config = settings_in(root / transformer, CONFIG_NAME, optional=True) if layers is not None else {}
+    if {**config, **settings.config}.get("output_hidden_states") is not True:
         layers = None  # sentence-transformers then ignores the module
     normalize = bool(behind) and isinstance(behind[-1], Scaled)
     while behind and isinstance(behind[-1], Scaled):
@@ -366,12 +369,6 @@ def _is_of_tokens(root: Path, module: Mapping[str, Any]) -> bool:
         return True
     settings = settings_in(root, f"{folder_of(root, module)}/{CONFIG_NAME}", optional=True)
     return settings.get("module_input_name") == "token_embeddings"
-
-
-def _gives_all_layers(folder: Path, settings: TransformerSettings) -> bool:
-    """Return whether the transformer's configuration requests the hidden states of all layers."""
-    config = settings_in(folder, CONFIG_NAME, optional=True)
-    return {**config, **settings.config}.get("output_hidden_states") is True
 
 
 def _activation(settings: Mapping[str, Any], root: Path) -> str | None:

@@ -297,11 +297,6 @@ class Dense(Step):
         """Whether the layer changes token vectors rather than text vectors."""
         return (self.source or {}).get("module_input_name") == "token_embeddings"
 
-    @property
-    def of_scores(self) -> bool:
-        """Whether the layer makes the scores of a cross-encoder."""
-        return (self.source or {}).get("module_output_name") == "scores"
-
     def files(self, part: str) -> dict[str, bytes]:
         """Return the files of the layer in this folder, as sentence-transformers reads them."""
         rows, columns = self.weight.shape

@@ -6,7 +6,7 @@ and filling the model is `flodl_hf.models`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -237,8 +237,7 @@ def plan_load(
     matching.settle_surplus(stored)
     if any(matching.problems.values()):
         files = sorted({getattr(tensor, "file", "") for tensor in stored.values()} - {""})
-        headless = matching.is_headless(covered)
-        raise _misfit(source, files, head, source_head, matching.problems, headless=headless)
+        raise matching.misfit(files, covered)
 
     report, placed = matching.report, matching.placed
     report.new = tuple(ours for ours in targets if ours in matching.fresh)
@@ -399,13 +398,42 @@ class _Matching:
         self.report.unexpected = tuple(self.surplus)
         self.report.ignored |= dict.fromkeys(self.surplus, "belongs to no part of this model")
 
-    def is_headless(self, covered: set[str]) -> bool:
-        """Return whether nothing is wrong but that the whole head is missing."""
-        wrong = {kind for kind, lines in self.problems.items() if lines}
+    def misfit(self, files: Sequence[str], covered: set[str]) -> CheckpointError:
+        """Return the error with all problems; ``headless`` is True if only the whole head is missing.
+
+        Args:
+            files: names of the weight files.
+            covered: our tensors that are tied to another.
+        """
+        source, head, source_head = self.report.source, self.report.head, self.report.source_head
+        problems = {kind: lines for kind, lines in self.problems.items() if lines}
         head_names = self._head_names(covered)
         found = self.placed.keys() | covered | self.fresh | self.misfits
-        alone = wrong == {"missing"} and not any(ours in found for ours in head_names)
-        return alone and len(self.problems["missing"]) == len(head_names) > 0
+        alone = list(problems) == ["missing"] and not any(ours in found for ours in head_names)
+        groups = [f"{kind} ({len(lines)}):\n{capped(lines)}" for kind, lines in problems.items()]
+        written = f", and the file was written for {source_head}" if source_head and source_head != head else ""
+        advice = "Check that config.json and the weights belong together and that the download is complete."
+        if "unexpected" in problems and "missing" not in problems:
+            advice += (
+                " Additional tensors of a layer (an adapter's, a layer too many, an unknown bias) would be missing "
+                "from the layer's computation: merge it into the weights, or write the file without it."
+            )
+        if "wrong shape" in problems and "missing" not in problems:
+            advice = (
+                "Check num_labels / id2label and the sizes in config.json; to start with other labels, pass "
+                "labels=[...]."
+            )
+        of = f" of {', '.join(map(printable, files[:3]))}" if files else ""
+        of += f" and {len(files) - 3} more" if len(files) > 3 else ""
+        return CheckpointError(
+            f"{source}: the tensors{of} do not fit a {head} model{written}; expected those in config.json.\n"
+            + "\n".join(groups)
+            + f"\nNothing was loaded. {advice}",
+            where=source,
+            problems=[line for lines in problems.values() for line in lines],
+            groups=self.problems,
+            headless=alone and len(problems["missing"]) == len(head_names) > 0,
+        )
 
     def _head_names(self, covered: set[str]) -> list[str]:
         return [ours for ours in self.targets if ours.startswith(_HEAD) and ours not in covered]
@@ -437,37 +465,3 @@ def _with_parts(stored: Mapping[str, Stored], names: _Names) -> dict[str, Stored
         part: Any = replace(cast("Any", tensor), shape=(rows // len(parts), *tensor.shape[1:]))
         found |= {named_part(name, like): part for like in parts}
     return found
-
-
-def _misfit(
-    source: str,
-    files: list[str],
-    head: str,
-    source_head: str | None,
-    problems: dict[str, list[str]],
-    *,
-    headless: bool,
-) -> CheckpointError:
-    groups = [f"{kind} ({len(lines)}):\n{capped(lines)}" for kind, lines in problems.items() if lines]
-    written = f", and the file was written for {source_head}" if source_head and source_head != head else ""
-    advice = "Check that config.json and the weights belong together and that the download is complete."
-    if problems["unexpected"] and not problems["missing"]:
-        advice += (
-            " Additional tensors of a layer (an adapter's, a layer too many, an unknown bias) would be missing "
-            "from the layer's computation: merge it into the weights, or write the file without it."
-        )
-    if problems["wrong shape"] and not problems["missing"]:
-        advice = (
-            "Check num_labels / id2label and the sizes in config.json; to start with other labels, pass labels=[...]."
-        )
-    of = f" of {', '.join(map(printable, files[:3]))}" if files else ""
-    of += f" and {len(files) - 3} more" if len(files) > 3 else ""
-    return CheckpointError(
-        f"{source}: the tensors{of} do not fit a {head} model{written}; expected those in config.json.\n"
-        + "\n".join(groups)
-        + f"\nNothing was loaded. {advice}",
-        where=source,
-        problems=[line for lines in problems.values() for line in lines],
-        groups=problems,
-        headless=headless,
-    )
