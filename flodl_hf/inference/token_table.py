@@ -180,15 +180,18 @@ def of_encodings(
         return chain.from_iterable(map(attrgetter(name), encodings))
 
     ids = np.fromiter(each("ids"), np.int32, total)
-    types = np.fromiter(each("type_ids"), np.int32, total) if frame is None or any(frame.types) else None
-    first: np.ndarray | None = None
+    types: np.ndarray | None = None
+    sizes: list[Any] = []
     if frame is not None and not frame.pair:
-        counts = lengths - frame.size
-        sequence = _laid_out(np.array([-1, 0, -1]), [len(frame.lead), counts, len(frame.trail)], rows, np.int8)
+        counts, kinds = lengths - frame.size, (*frame.types[:2], frame.types[4])
+        sizes = [len(frame.lead), counts, len(frame.trail)]
+        sequence = _laid_out(np.array([-1, 0, -1]), sizes, rows, np.int8)
         nulls = zeros if frame.lead or not frame.trail else counts
     elif frame is not None and frame.lead and frame.between:
-        specials = np.fromiter(each(special), bool, total)
-        counts = lengths - frame.size
+        counts, kinds = lengths - frame.size, frame.types
+        specials = ids == frame.between[0]
+        if specials.sum() > rows * (*frame.lead, *frame.between, *frame.trail).count(frame.between[0]):
+            specials = np.fromiter(each(special), bool, total)  # a text contains this id
         # The first special behind the lead ends the first text.
         specials[(starts[:, None] + np.arange(len(frame.lead))).ravel()] = False
         first = _first_true(specials, lengths, starts) - len(frame.lead)
@@ -196,11 +199,14 @@ def of_encodings(
         sequence = _laid_out(np.array([-1, 0, -1, 1, -1]), sizes, rows, np.int8)
         nulls = zeros
     else:
-        frame = None
+        kinds = ()
         specials = np.fromiter(each(special), bool, total)
+        types = np.fromiter(each("type_ids"), np.int32, total)
         sequence = integers(map(attrgetter("sequence_ids"), encodings)).astype(np.int8)
         counts = _per_row(~specials, lengths)
         nulls = _first_true(specials, lengths, starts)
+    if any(kinds):
+        types = _laid_out(np.array(kinds), sizes, rows, np.int32)
     spans = word_ids = None
     if offsets:
         spans = np.fromiter(chain.from_iterable(each("offsets")), np.int64, 2 * total).reshape(total, 2)
