@@ -174,11 +174,11 @@ class BaseModel(EncoderModel):
             )  # fmt: skip
             return found[0] if single else found
         if recipe is not None and (dense or recipe.changes_states or (before and not recipe.include_prompt)):
-            finish = pooled_beyond(
+            work, take = pooled_beyond(
                 self, recipe, names, before, dense, truncate_dim=truncate_dim, normalize=wanted,
                 batch_invariant=session.options.batch_invariant,
             )  # fmt: skip
-            return session.answer(texts, encode, finish.work, finish.take, join=torch.cat, **given)
+            return session.answer(texts, encode, work, take, join=torch.cat, **given)
         vectors = Vectors(len(texts) if isinstance(texts, Sequence) and not single else None, normalize=wanted)
         work = Pooled(names, truncate_dim, wanted)
         return session.answer(texts, encode, work, vectors.take, join=vectors.joined, **given)

@@ -125,22 +125,14 @@ EMBED = {
     "convert_to_tensor": KeywordAlias(reason="embed gives a tensor, encode an array", harmless=(None, True)),
     "convert_to_numpy": KeywordAlias(reason="embed gives a tensor, encode an array"),
 }  # fmt: skip
-ENCODE = {
+_POOL = {
     **{name: word for name, word in _RUN.items() if not name.startswith("convert")},
-    **{name: KeywordAlias("sentences") for name in ("inputs", "texts", "sequences")},
-    **_TRUNCATED,
     "pool": KeywordAlias(reason="devices=[...] shares texts among devices", harmless=(None,)),
     "chunk_size": KeywordAlias(harmless=None),
 }
-SPARSE = {
-    **{name: word for name, word in _RUN.items() if not name.startswith("convert")},
-    **_TEXTS,
-    "max_active_dims": KeywordAlias("most"),
-    "save_to_cpu": KeywordAlias(harmless=None),
-    "pool": KeywordAlias(reason="devices=[...] shares texts among devices", harmless=(None,)),
-    "chunk_size": KeywordAlias(harmless=None),
-}
-LEXICAL = {name: word for name, word in SPARSE.items() if word.ours != "most"}
-SPARSE_ENCODE = {name: word for name, word in SPARSE.items() if word.ours not in ("texts", "most")} | {
-    name: KeywordAlias("sentences") for name in ("inputs", "texts", "sequences")
-}
+_SENTENCES = {name: KeywordAlias("sentences") for name in ("inputs", "texts", "sequences")}
+ENCODE = {**_POOL, **_SENTENCES, **_TRUNCATED}
+_SPARSE = {**_POOL, "save_to_cpu": KeywordAlias(harmless=None)}
+LEXICAL = {**_SPARSE, **_TEXTS}
+SPARSE = {**LEXICAL, "max_active_dims": KeywordAlias("most")}
+SPARSE_ENCODE = {**_SPARSE, **_SENTENCES}

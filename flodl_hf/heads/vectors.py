@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -139,17 +139,10 @@ def prompt_tokens(model: EncoderModel, recipe: SentenceTransformerConfig, prompt
     return len(row.ids) - int(bool(row.special[-1]))
 
 
-class Beyond(NamedTuple):
-    """What runs, and what makes vectors of it."""
-
-    work: Work
-    take: Callable[[list[str], Encoded, Pending], Tensor]
-
-
 def pooled_beyond(
     model: EncoderModel, recipe: SentenceTransformerConfig, names: tuple[Any, ...], prompt: str,
     dense: Sequence[Step], *, truncate_dim: int | None, normalize: bool, batch_invariant: bool = False,
-) -> Beyond:  # fmt: skip
+) -> tuple[Work, Callable[[list[str], Encoded, Pending], Tensor]]:  # fmt: skip
     """Return how texts are pooled where dense layers follow, or where a prompt's tokens do not count.
 
     Args:
@@ -172,7 +165,7 @@ def pooled_beyond(
 
     if (recipe.include_prompt or not prompt) and not recipe.changes_states:
         vectors = Vectors(None, normalize=False)
-        return Beyond(Pooled(names), lambda texts, encoded, pending: finished(vectors.take(texts, encoded, pending)))
+        return Pooled(names), lambda texts, encoded, pending: finished(vectors.take(texts, encoded, pending))
     if "pooler" in names:
         raise PredictError(
             "embed: the pooler reads the first token of the last layer; the folder leaves out tokens of prompts, or "
@@ -184,7 +177,7 @@ def pooled_beyond(
         rows = [changed_states(recipe, states) for states in pending.placed().rows(encoded.table)]
         return finished(_without_prompt(rows, encoded, names, skipped, len(texts)))
 
-    return Beyond(read_states(model, recipe), take)
+    return read_states(model, recipe), take
 
 
 def token_embeddings(

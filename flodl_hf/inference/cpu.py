@@ -52,7 +52,9 @@ def prepare_cpu(graph: nn.Module, precision: Precision | None) -> dict[str, str]
     if precision is None:
         _widen(graph)
     scratch = Scratch()
-    make = _products(precision, scratch)
+    make: MakeProduct = partial(_product, scratch)
+    if precision == "int8":
+        make = partial(Int8Linear, bits=8 if sums_in_32_bits() else 7)
     half = next(graph.parameters()).dtype == torch.bfloat16 and _attends_in_half()
     kernel = HalfAttention(scratch) if half else None
     lacking = arrange_processor(graph, make, joined=precision in ("bf16", "int8") or _reorders(), kernel=kernel)
@@ -60,12 +62,6 @@ def prepare_cpu(graph: nn.Module, precision: Precision | None) -> dict[str, str]
         # Heads are a small part of the work and the answer itself, so int8 leaves them alone.
         _linears(graph.get_submodule("encoder") if precision == "int8" else graph, make)
     return lacking
-
-
-def _products(precision: str | None, scratch: Scratch) -> MakeProduct:
-    if precision == "int8":
-        return partial(Int8Linear, bits=8 if sums_in_32_bits() else 7)
-    return partial(_product, scratch)
 
 
 def _product(scratch: Scratch, weight: Tensor, bias: Tensor | None) -> Product:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -118,15 +119,11 @@ def _processor_name() -> str:
 
 def memory() -> tuple[int, int]:
     """Return free and total main memory in bytes; zeros if the system does not report them."""
-    found: dict[str, int] = {}
     try:
-        for line in Path("/proc/meminfo").read_text("ascii", "replace").splitlines():
-            name, _, rest = line.partition(":")
-            words = rest.split()
-            if words and words[0].isdigit():
-                found[name] = int(words[0]) * 1024
+        text = Path("/proc/meminfo").read_text("ascii", "replace")
     except OSError:
         return 0, 0
+    found = {name: int(size) * 1024 for name, size in re.findall(r"(?m)^(\w+):\s*(\d+)\s", text)}
     return found.get("MemAvailable", found.get("MemFree", 0)), found.get("MemTotal", 0)
 
 
@@ -246,13 +243,8 @@ def _files(around: Mapping[str, str]) -> Iterator[Finding]:
         yield _folder("Hub cache", hub, f"none yet; would be at {hub}")
     own = around.get("FLODL_HF_CACHE") or str(Path(around.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flodl-hf")
     if own in ("0", "off"):
-        yield Finding(
-            "files",
-            "our cache",
-            "off",
-            "note",
-            "unset FLODL_HF_CACHE, else every process tests kernels again",
-        )
+        advice = "unset FLODL_HF_CACHE, else every process tests kernels again"
+        yield Finding("files", "our cache", "off", "note", advice)
     else:
         yield _folder("our cache", Path(own), own)
     if best_device().type == "cuda":
@@ -277,63 +269,43 @@ def _folder(name: str, path: Path, status: str, advice: str = "") -> Finding:
     )
 
 
+_THREADS = "the machine has {cores} cores; products on the CPU use {value}"
+# For each variable: which values need advice, with the number of cores, and the advice.
+_VARIABLES: dict[str, tuple[Callable[[str, int], bool], str]] = {
+    "OMP_NUM_THREADS": (lambda value, cores: value.isdigit() and 0 < int(value) < cores, _THREADS),
+    "RAYON_NUM_THREADS": (lambda value, cores: value.isdigit() and 0 < int(value) < cores, _THREADS),
+    "TOKENIZERS_PARALLELISM": (
+        lambda value, _: value.lower() in ("0", "false", "off", "no"), "tokenising takes the cores all the same",
+    ),
+    "HF_HUB_OFFLINE": (
+        lambda value, _: value.lower() in ("1", "true", "on", "yes"),
+        "names of the Hub are looked up in the cache alone",
+    ),
+    "HF_ENDPOINT": (lambda *_: False, ""),
+    "CUDA_VISIBLE_DEVICES": (lambda value, _: value in ("", "-1", "NoDevFiles"), "all CUDA devices are hidden"),
+    "CUDA_LAUNCH_BLOCKING": (
+        lambda value, _: value == "1", "every launch waits for the device: for debugging alone",
+    ),
+    "ONEDNN_MAX_CPU_ISA": (lambda *_: False, ""),
+}  # fmt: skip
+
+
 def _environment(around: Mapping[str, str]) -> Iterator[Finding]:
     cores = _usable_cores()
-    for name, states in _VARIABLES.items():
-        value = around.get(name)
-        if value is not None:
-            state, advice = states(value, cores)
-            yield Finding("environment", name, value, state, advice)
+    if (level := around.get("FLODL_VERBOSITY")) is not None:
+        advice = ""
+        try:
+            parsed(level)
+        except ConfigError as fault:
+            advice = f"{fault.message}; it is taken as normal"
+        yield Finding("environment", "FLODL_VERBOSITY", level, "note" if advice else "ok", advice)
+    for name, (needs_advice, advice) in _VARIABLES.items():
+        if (value := around.get(name)) is not None:
+            advice = advice.format(cores=cores, value=value) if needs_advice(value, cores) else ""
+            noted = advice and name != "TOKENIZERS_PARALLELISM"
+            yield Finding("environment", name, value, "note" if noted else "ok", advice)
     threads = torch.get_num_threads()
     if threads < cores // 2 and "OMP_NUM_THREADS" not in around:
         yield Finding(
             "environment", "threads of torch", f"{threads} of {cores} cores", "note", "torch.set_num_threads(...)"
         )
-
-
-def _threads(value: str, cores: int) -> tuple[State, str]:
-    if value.isdigit() and 0 < int(value) < cores:
-        return "note", f"the machine has {cores} cores; products on the CPU use {value}"
-    return "ok", ""
-
-
-def _parallelism(value: str, cores: int) -> tuple[State, str]:
-    return "ok", "tokenising takes the cores all the same" if value.lower() in ("0", "false", "off", "no") else ""
-
-
-def _offline(value: str, cores: int) -> tuple[State, str]:
-    on = value.lower() in ("1", "true", "on", "yes")
-    return ("note", "names of the Hub are looked up in the cache alone") if on else ("ok", "")
-
-
-def _visible(value: str, cores: int) -> tuple[State, str]:
-    return ("note", "all CUDA devices are hidden") if value in ("", "-1", "NoDevFiles") else ("ok", "")
-
-
-def _blocking(value: str, cores: int) -> tuple[State, str]:
-    return ("note", "every launch waits for the device: for debugging alone") if value == "1" else ("ok", "")
-
-
-def _shown(value: str, cores: int) -> tuple[State, str]:
-    return "ok", ""
-
-
-def _verbosity(value: str, cores: int) -> tuple[State, str]:
-    try:
-        parsed(value)
-    except ConfigError as fault:
-        return "note", f"{fault.message}; it is taken as normal"
-    return "ok", ""
-
-
-_VARIABLES = {
-    "FLODL_VERBOSITY": _verbosity,
-    "OMP_NUM_THREADS": _threads,
-    "RAYON_NUM_THREADS": _threads,
-    "TOKENIZERS_PARALLELISM": _parallelism,
-    "HF_HUB_OFFLINE": _offline,
-    "HF_ENDPOINT": _shown,
-    "CUDA_VISIBLE_DEVICES": _visible,
-    "CUDA_LAUNCH_BLOCKING": _blocking,
-    "ONEDNN_MAX_CPU_ISA": _shown,
-}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -146,7 +146,10 @@ class Layered:
         """Take the states of a group through all layers, in place."""
         coming = ahead.submit(self._read, self._turns[0][0].layer)
         for place, turn in enumerate(self._turns):
-            layer = self._arrived(coming)
+            layer = coming.result()
+            if self._side is not None:
+                for tensor in tensors_of(layer):
+                    tensor.record_stream(torch.cuda.current_stream(self._device))
             if place + 1 < len(self._turns):
                 coming = ahead.submit(self._read, self._turns[place + 1][0].layer)
             if turn[0].layer is self._last:
@@ -155,14 +158,6 @@ class Layered:
                 for one in group:
                     one[2] = layer(one[2], **{name: one[3][value] for name, value in step.takes.items()})
             del layer
-
-    def _arrived(self, coming: Future[nn.Module]) -> nn.Module:
-        layer = coming.result()
-        if self._side is not None:
-            here = torch.cuda.current_stream(self._device)
-            for tensor in tensors_of(layer):
-                tensor.record_stream(here)
-        return layer
 
     def _read(self, source: nn.Module) -> nn.Module:
         """Return a layer ready to compute, its weights in memory; in another thread than the one that computes."""

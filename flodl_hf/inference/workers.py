@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count, islice
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
@@ -174,6 +175,7 @@ class Workers:
         return worker.ask({"kind": "texts", "call": call}, pack_object(texts, plain=True), size=size)
 
 
+@dataclass
 class Call:
     """Windows of one call: sent to workers as soon as they are ready, run in this process until then.
 
@@ -182,28 +184,27 @@ class Call:
         data: description of the call, see `Workers`.
     """
 
-    def __init__(self, workers: Workers, data: list[np.ndarray]) -> None:
-        self._workers = workers
-        self._data = data
-        self._number: int | None = None
-        self._lock = Lock()
+    workers: Workers
+    data: list[np.ndarray]
+    number: int | None = None
+    lock: Lock = field(default_factory=Lock)
 
     @property
     def ready(self) -> bool:
         """Whether windows are sent to workers."""
-        return self._workers.ready
+        return self.workers.ready
 
     @property
     def windows(self) -> tuple[int, int]:
         """Number of windows that are sent ahead, and their number of texts."""
-        return WINDOWS_AHEAD * len(self._workers.devices), WINDOW_TEXTS
+        return WINDOWS_AHEAD * len(self.workers.devices), WINDOW_TEXTS
 
     def ask(self, texts: list[Any]) -> Future[Any]:
         """Send a window."""
-        with self._lock:
-            if self._number is None:
-                self._number = self._workers.call(self._data)
-        return self._workers.ask(self._number, texts)
+        with self.lock:
+            if self.number is None:
+                self.number = self.workers.call(self.data)
+        return self.workers.ask(self.number, texts)
 
 
 def call_of(

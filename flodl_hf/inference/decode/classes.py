@@ -189,7 +189,10 @@ def decode_classes(
     if top_k is not None and (not isinstance(top_k, Integral) or top_k < 1):
         raise PredictError(f"classification: top_k={top_k!r}; expected at least 1, or None for all", top_k=top_k)
     count = len(values) if texts is None else texts
-    scores = _scores(values, activation_for(problem_type, len(labels), function_to_apply))
+    array = values.float().cpu().numpy()
+    if not np.isfinite(array).all():
+        raise not_finite("classification")
+    scores = scores_of(array, activation_for(problem_type, len(labels), function_to_apply))
     if owners is None or np.array_equal(owners, np.arange(count)):
         merged, windows = scores, [1] * count
     else:
@@ -224,11 +227,8 @@ def decide(labels: Sequence[Classification], thresholds: Mapping[str, float]) ->
     return [scores[second if scores[second].score >= thresholds[second] else first]]
 
 
-def _scores(logits: Tensor, activation: Activation) -> np.ndarray:
-    """Return what `class_scores` does, as an array: a handful of rows is done before a tensor operation starts."""
-    values = logits.float().cpu().numpy()
-    if not np.isfinite(values).all():
-        raise not_finite("classification")
+def scores_of(values: np.ndarray, activation: Activation) -> np.ndarray:
+    """Return what `class_scores` does, from an array: a handful of rows is done before a tensor operation starts."""
     if activation == "none" or not values.size:
         return values
     if activation not in _FUNCTIONS:

@@ -224,11 +224,6 @@ class Entity(Record):
     words: tuple[int, int]
     tokens: tuple[int, int]
 
-    def byte_span(self, text: str, encoding: str = "utf-8") -> tuple[int, int]:
-        """Return start and end counted in bytes of ``text`` in ``encoding``; lone surrogates count too."""
-        start = len(text[: self.start].encode(encoding, "surrogatepass"))
-        return start, start + len(self.word.encode(encoding, "surrogatepass"))
-
 
 def decode_entities_batch(
     logits: Placed,

@@ -165,14 +165,6 @@ def test_texts_without_tokens_have_no_entities() -> None:
     assert [len(es) for es in found] == [0, 1, 0]
 
 
-def test_bytes_count_as_they_are_written() -> None:
-    text = "Zürich 🎉 Ada"
-    (found,) = decode_entities(sure([1], 5, specials=False), [row([(9, 12, 2)], specials=False)], text, BIO)
-    start, end = found.byte_span(text)
-    assert text.encode()[start:end] == b"Ada"
-    assert (found.start, start) == (9, 13)
-
-
 def test_a_space_at_the_edge_of_a_token_is_no_part_of_the_entity() -> None:
     tokens = [(0, 3, 0), (3, 9, 1), (9, 10, 1), (10, 11, None)]
     text = "Ada\u00a0\u2003Paris\n"[: 3 + 8]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flodl_hf.inference.decode.classes import activation_for, class_scores
+from flodl_hf.inference.decode.classes import activation_for, scores_of
 from flodl_hf.inference.decode.rows import as_tensor
 
 
@@ -37,15 +37,7 @@ def text_classification(
         function_to_apply: as given to the pipeline.
         top_k: as given to the pipeline; ``None`` for all labels.
     """
-    values = _array(logits)
-    activation = activation_for(problem_type, len(labels), function_to_apply)
-    if activation == "sigmoid":
-        values = 1.0 / (1.0 + np.exp(-values))
-    elif activation == "softmax":
-        powers = np.exp(values - values.max(axis=-1, keepdims=True))
-        values = powers / powers.sum(axis=-1, keepdims=True)
-    elif activation != "none":
-        values = class_scores(values, activation).numpy()
+    values = scores_of(_array(logits), activation_for(problem_type, len(labels), function_to_apply))
     order = np.argsort(-values, axis=-1, kind="stable")[:, :top_k]
     return [
         [{"label": labels[int(i)], "score": float(row[i])} for i in ranks]
