@@ -84,7 +84,7 @@ _SOURCE = "CSV, TSV, JSON lines, Parquet, Arrow or text file (a row a line); - i
 _ON_ERROR = "Rows that cannot be answered; null writes no answer and the reason."
 _DEVICES = "How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."
 _LONG_TEXTS = "How long texts are read; by default vectors truncate them, and other tasks read windows."
-_WINDOWS = "Alias of --long-texts windows."
+_WINDOWS = "Deprecated; use --long-texts windows."
 _WEIGHTS = "disk leaves them in their files and reads layer by layer; the default if memory is too small."
 SOURCE = option("source", str, _SOURCE, "--in", "-i", default=REQUIRED, panel=FILE)
 FORMAT = option("format", FORMATS, "By default by the suffix of the file.", panel=FILE)
@@ -93,7 +93,7 @@ ON_ERRORS = option("on_error", ON_ERROR, _ON_ERROR, default="stop", panel=FILE)
 PART_ROWS = option("part_rows", int, "Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1, panel=FILE)
 OVERWRITE = option("overwrite", bool, "Start over: discard parts and output of an earlier run.", default=False,
                    panel=FILE)  # fmt: skip
-RESTART = option("restart", bool, "Former name of --overwrite.", default=False, panel=FILE, hidden=True)
+RESTART = option("restart", bool, "Deprecated; use --overwrite.", default=False, panel=FILE, hidden=True)
 DEVICES = option("devices", str, _DEVICES, panel=FILE)
 LONG = option("long_texts", LONG_TEXTS, _LONG_TEXTS, panel=RUN)
 WINDOWS = option("windows", bool, _WINDOWS, default=False, panel=RUN, hidden=True)

@@ -49,7 +49,7 @@ MOST_DRAWN = 1_000
 """Most answers that --html draws."""
 ANSWERS = "Answers"
 _THRESHOLD = "Least score of a label, for classes; tuned for the thresholds stored in the model."
-_STRICT = "Alias of --long-texts error."
+_STRICT = "Deprecated; use --long-texts error."
 _HTML = "Also write the answers as a page, drawn as notebooks draw them; at most 1,000."
 _OUT = "File to write: .jsonl, .csv, .tsv or .parquet; - is standard output."
 TEXT = Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts; none reads lines from stdin.")]
