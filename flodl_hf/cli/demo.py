@@ -30,7 +30,7 @@ def command(
     from flodl_hf.export.verify import verify_export
     from flodl_hf.training import demo
 
-    if not overwrite and out.is_dir() and not (demo.is_demo(out) or _is_empty(out)):
+    if not overwrite and out.is_dir() and not (demo.is_demo(out) or next(out.iterdir(), None) is None):
         raise ExportError(
             f"{out}: contains files of other origin; expected a new folder, an empty one, or a demo's to replace. "
             "Give another, or allow it: overwrite=True"
@@ -71,10 +71,6 @@ def command(
     if right < len(texts):
         say(f"failed: {len(texts) - right} of {len(texts)} answers are wrong; train longer: --steps 200 or more")
     raise typer.Exit(0 if result.passed and right == len(texts) else 1)
-
-
-def _is_empty(folder: Path) -> bool:
-    return next(folder.iterdir(), None) is None
 
 
 NEXT = """

@@ -55,8 +55,9 @@ def parameters_of(name: str) -> list[Any]:
 def schema_of(name: str) -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a command's options, or of the recipes of ``finetune``."""
     options = {option.name: option for option in parameters_of(name)}
+    function = import_module(f"flodl_hf.cli.{name.replace('-', '_')}").command
     properties = recipe_keys() if name == "finetune" else {}
-    for key, hint in get_type_hints(_function(name)).items() if not properties else ():
+    for key, hint in get_type_hints(function).items() if not properties else ():
         if (option := options.get(key)) is not None:
             properties[key_of(option)] = _kind(hint) | _about(option.help, option.default)
     return {
@@ -90,10 +91,6 @@ def recipe_keys() -> dict[str, Any]:
         among = row.metadata.get("among")
         keys[name] = ({"enum": [*among, None]} if among else _kind(hint)) | _about(row.metadata["help"], row.default)
     return keys
-
-
-def _function(name: str) -> Any:
-    return import_module(f"flodl_hf.cli.{name.replace('-', '_')}").command
 
 
 def _about(text: str | None, default: Any) -> dict[str, Any]:

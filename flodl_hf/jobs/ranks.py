@@ -48,14 +48,14 @@ class Rank:
     local: int = 0
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None) -> Rank:
+    def from_env(cls) -> Rank:
         """Return the rank of the environment variables RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them.
 
         Raises:
             PredictError: their values are invalid.
         """
-        env = os.environ if env is None else env
-        if "RANK" not in env or "WORLD_SIZE" not in env:
+        env = os.environ
+        if not {"RANK", "WORLD_SIZE"} <= env.keys():
             return cls()
         try:
             rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])

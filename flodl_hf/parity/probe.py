@@ -38,38 +38,33 @@ class Parting:
         return f"{self.ours} ({self.theirs}), call {self.call}: differs by {self.difference:.3g}, because of {cause}"
 
 
-def first_parting(
-    ours: EncoderModel, theirs: nn.Module, inputs: dict[str, Tensor], bound: float = 0.0
-) -> Parting | None:
-    """Return the first module, in graph order, whose outputs differ by more than ``bound``; None if none does.
+def first_parting(ours: EncoderModel, theirs: nn.Module, inputs: dict[str, Tensor]) -> Parting | None:
+    """Return the first module, in graph order, whose outputs differ; None if none does.
 
     Args:
         ours: our model.
         theirs: transformers' model of the same checkpoint.
         inputs: one batch.
-        bound: the largest accepted difference.
     """
     family = ours.config.family
     pairs = family.key_map(ours.config.encoder, ours.head).pairs
     our_modules, their_modules = dict(ours.graph.named_modules()), dict(theirs.named_modules())
     prefix = family.base_prefix + "."
-    watched: list[tuple[str, str]] = []
+    names: dict[str, str] = {}
     for mine, other in pairs.items():
         name = next((n for n in (other, other.removeprefix(prefix)) if n in their_modules), None)
         if mine in our_modules and name is not None:
-            watched.append((mine, name))
-    left = _record({mine: our_modules[mine] for mine, _ in watched}, lambda: ours(**inputs))
-    right = _record({other: their_modules[other] for _, other in watched}, lambda: theirs(**inputs))
-    names = dict(watched)
+            names[mine] = name
+    left = _record({mine: our_modules[mine] for mine in names}, lambda: ours(**inputs))
+    right = _record({other: their_modules[other] for other in names.values()}, lambda: theirs(**inputs))
     # Dictionaries keep the order in which our side called its modules, which is the graph's.
     for (mine, call), (given, made) in left.items():
         other = names[mine]
         if (other, call) not in right:
             return Parting(mine, other, call, float("nan"), False)
         their_given, their_made = right[other, call]
-        difference = _difference(made, their_made)
-        if not difference <= bound:
-            return Parting(mine, other, call, difference, _difference(given, their_given) <= bound)
+        if (difference := _difference(made, their_made)) != 0.0:  # NaN too
+            return Parting(mine, other, call, difference, _difference(given, their_given) == 0.0)
     return None
 
 

@@ -7,8 +7,9 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
-from functools import cache
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
@@ -19,7 +20,6 @@ from flodl.errors import nearest
 from flodl_hf.serving.admission import Admission
 from flodl_hf.serving.endpoint import (
     Endpoint,
-    Headers,
     Receive,
     Scope,
     Send,
@@ -190,19 +190,21 @@ async def _not_found(request: Any, fault: Any) -> Any:
     return Response(as_json(body), status_code=fault.status_code, headers=headers, media_type="application/json")
 
 
+@dataclass(frozen=True, eq=False)
 class _StatusPage:
     """A GET route with information about the server."""
 
-    def __init__(self, state: AppState, what: Any, kind: str = "application/json", *, public: bool = True) -> None:
-        self.state = state
-        self.what = what
-        self.kind = kind
-        self.public = public
+    state: AppState
+    path: str
+    summary: str
+    what: Callable[..., Any]
+    kind: str = "application/json"
+    public: bool = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if not self.public:
-                check_key(self.state, Headers(scope))
+                check_key(self.state, dict(scope["headers"]))
             found = self.what(**scope.get("path_params", {}))
             status, body = found if isinstance(found, tuple) else await found
         except RefusedError as fault:
@@ -218,12 +220,9 @@ def _status_routes(state: AppState) -> list[Route]:
     """Return the GET routes with information about the server."""
 
     def ready() -> tuple[int, Any]:
-        there = state.workers.ready
-        return (
-            (200, {"ready": True})
-            if there
-            else (503, {"error": "no worker process is running", "error_type": "Unhealthy"})
-        )
+        if state.workers.ready:
+            return 200, {"ready": True}
+        return 503, {"error": "no worker process is running", "error_type": "Unhealthy"}
 
     async def metrics_text() -> tuple[int, Any]:
         workers = state.workers
@@ -248,27 +247,22 @@ def _status_routes(state: AppState) -> list[Route]:
         return 200, _model(model_named(state.workers.models, name), state)
 
     def described() -> tuple[int, Any]:
-        pages = [(path, summary, page.public) for path, summary, page in listed]
-        return 200, openapi(ROUTES, pages, keys=bool(state.settings.api_keys))
+        listed = [(page.path, page.summary, page.public) for page in pages]
+        return 200, openapi(ROUTES, listed, keys=bool(state.settings.api_keys))
 
-    listed = [
-        ("/health", "200 if requests are answered", _StatusPage(state, ready)),
-        ("/ready", "200 if requests are answered", _StatusPage(state, ready)),
-        ("/ping", "200 if requests are answered", _StatusPage(state, ready)),
-        ("/live", "200 while the HTTP process runs", _StatusPage(state, lambda: (200, {"live": True}))),
-        ("/metrics", "metrics in Prometheus' text format", _StatusPage(state, metrics_text, text)),
-        ("/info", "models, limits and version", _StatusPage(state, lambda: (200, _info(state)), public=False)),
-        ("/v1/models", "served models", _StatusPage(state, lambda: (200, _models(state)), public=False)),
-        ("/v1/models/{name}", "one served model", _StatusPage(state, one_model, public=False)),
-        ("/openapi.json", "this document", _StatusPage(state, described)),
-        ("/docs", "Swagger page of this document", _StatusPage(state, lambda: (200, _SWAGGER), html)),
-        (
-            "/",
-            "HTML page to try each model",
-            _StatusPage(state, lambda: (200, _page(state.workers.models)), html),
-        ),
+    page = partial(_StatusPage, state)
+    pages = [
+        *(page(path, "200 if requests are answered", ready) for path in ("/health", "/ready", "/ping")),
+        page("/live", "200 while the HTTP process runs", lambda: (200, {"live": True})),
+        page("/metrics", "metrics in Prometheus' text format", metrics_text, text),
+        page("/info", "models, limits and version", lambda: (200, _info(state)), public=False),
+        page("/v1/models", "served models", lambda: (200, _models(state)), public=False),
+        page("/v1/models/{name}", "one served model", one_model, public=False),
+        page("/openapi.json", "this document", described),
+        page("/docs", "Swagger page of this document", lambda: (200, _SWAGGER), html),
+        page("/", "HTML page to try each model", lambda: (200, _page(state.workers.models)), html),
     ]
-    return [Route(path.replace("{name}", "{name:path}"), page, methods=["GET"]) for path, _, page in listed]
+    return [Route(one.path.replace("{name}", "{name:path}"), one, methods=["GET"]) for one in pages]
 
 
 @cache

@@ -39,25 +39,14 @@ class _GoneError(Exception):
     """The client disconnected."""
 
 
-class Headers:
-    """Request headers by lower-case name; the last of duplicates. Values are decoded when they are read.
+Headers = dict[bytes, bytes]
+"""Request headers by lower-case name; the last of duplicates."""
 
-    Args:
-        scope: ASGI scope.
-    """
 
-    __slots__ = ("_values",)
-
-    def __init__(self, scope: Scope) -> None:
-        self._values: dict[bytes, bytes] = dict(scope["headers"])
-
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._values
-
-    def get(self, name: bytes, default: str = "") -> str:
-        """Return the value of a header, or a default."""
-        found = self._values.get(name)
-        return default if found is None else found.decode("latin-1")
+def header(headers: Headers, name: bytes, default: str = "") -> str:
+    """Return the value of a header, or a default."""
+    value = headers.get(name)
+    return default if value is None else value.decode("latin-1")
 
 
 def check_key(state: AppState, headers: Headers) -> str:
@@ -68,8 +57,8 @@ def check_key(state: AppState, headers: Headers) -> str:
     """
     if not state.settings.api_keys:
         return ""
-    kind, _, token = headers.get(b"authorization").partition(" ")
-    key = token.strip() if kind.lower() == "bearer" else headers.get(b"x-api-key") or headers.get(b"api-key")
+    kind, _, token = header(headers, b"authorization").partition(" ")
+    key = token.strip() if kind.lower() == "bearer" else header(headers, b"x-api-key") or header(headers, b"api-key")
     found = key_id(state.settings.api_keys, key)
     if found is None:
         raise RefusedError("the API key is missing or wrong; expected 'Authorization: Bearer KEY'", "key")
@@ -149,9 +138,9 @@ class Endpoint:
         status, word = 200, ""
         watch = _Watch(receive, settings.body_s)
         try:
-            headers = Headers(scope)
+            headers = dict(scope["headers"])
             key = check_key(state, headers)
-            form = response_format(headers.get(b"accept"))
+            form = response_format(header(headers, b"accept"))
             body = _parsed(await self._body(headers, receive, watch), settings.max_tokens)
             watch.read = True
             request = Request(
@@ -196,8 +185,8 @@ class Endpoint:
 
     async def _body(self, headers: Headers, receive: Receive, watch: _Watch) -> bytes:
         most = self.state.settings.max_body
-        kind = headers.get(b"content-type", "application/json")
-        length = headers.get(b"content-length", "0")
+        kind = header(headers, b"content-type", "application/json")
+        length = header(headers, b"content-length", "0")
         large = not length.isdecimal() or int(length[:19]) > most or len(length) > 18
         parts: list[bytes] = []
         size, more = 0, not large
@@ -216,7 +205,7 @@ class Endpoint:
             raise RefusedError(f"the body has more than {most} bytes. Send fewer texts in a request.", "size")
         if "json" not in kind.lower():
             raise RefusedError(f"content-type is {kind[:60]!r}; expected application/json", "media")
-        encoding = headers.get(b"content-encoding", "identity")
+        encoding = header(headers, b"content-encoding", "identity")
         if encoding.strip().lower() != "identity":
             raise RefusedError(
                 f"content-encoding is {encoding[:60]!r}; expected a body that is not compressed", "media"
@@ -339,7 +328,7 @@ _PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 def _priority(headers: Headers) -> int:
     if b"x-priority" not in headers:
         return 0
-    given = headers.get(b"x-priority").strip().lower()
+    given = header(headers, b"x-priority").strip().lower()
     if given not in _PRIORITIES:
         raise RefusedError(
             f"x-priority is {given[:40]!r}; expected one of {', '.join(_PRIORITIES)}", "field", param="x-priority"
@@ -350,7 +339,7 @@ def _priority(headers: Headers) -> int:
 def _timeout(headers: Headers, most: float) -> float:
     if b"x-timeout-s" not in headers:
         return most
-    given = headers.get(b"x-timeout-s")
+    given = header(headers, b"x-timeout-s")
     try:
         seconds = float(given)
     except ValueError:

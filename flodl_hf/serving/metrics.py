@@ -51,11 +51,7 @@ _KNOWN: dict[str, tuple[str, str, Sequence[float]]] = {
     "flodl_queue_seconds": ("gauge", "estimated seconds to process the current requests", ()),
     "flodl_tokens_per_second": ("gauge", "tokens per second of the workers at full load", ()),
     "flodl_operations_total": ("counter", "operations of the encoders' projections, by model", ()),
-    "flodl_device_peak_operations": (
-        "gauge",
-        "measured peak operations per second of the devices",
-        (),
-    ),
+    "flodl_device_peak_operations": ("gauge", "measured peak operations per second of the devices", ()),
     "flodl_device_share": ("gauge", "operations of about the last ten seconds as a share of the measured peak", ()),
     "flodl_worker_restarts_total": ("counter", "replaced workers", ()),
     "flodl_workers": ("gauge", "active workers", ()),
@@ -122,14 +118,12 @@ class Histogram:
 
 
 class Rate:
-    """Amount per second, with exponentially decreasing weight of older amounts.
+    """Amount per second, with exponentially decreasing weight of older amounts."""
 
-    Args:
-        over_s: time constant in seconds.
-    """
+    over_s = 10.0
+    """Time constant in seconds."""
 
-    def __init__(self, over_s: float = 10.0) -> None:
-        self.over_s = over_s
+    def __init__(self) -> None:
         self._rate = 0.0
         self._at = time.monotonic()
 

@@ -17,9 +17,6 @@ _LATE = "the request timed out. Send fewer texts, or allow more time."
 _GONE = "the request was cancelled"
 
 
-def _nothing() -> None: ...
-
-
 MAX_BATCHES = 32
 """Maximum number of batches in a timeline."""
 
@@ -203,7 +200,7 @@ class WorkerRequest:
     tokenized_s: float = 0.0
     timeline: Timeline | None = None
     turns: Turns = field(default_factory=lambda: Turns(0))
-    read_on: Callable[[], None] = _nothing
+    read_on: Callable[[], None] = lambda: None
     waits: list[Signal] = field(default_factory=list)
 
     def count_truncated(self, texts: int, tokens: int) -> None:

@@ -376,7 +376,9 @@ def check_head(name: str, head: str) -> None:
 def describe(model: Any) -> dict[str, Any]:
     """Return information about a model as JSON types: head, sizes, labels."""
     config, recipe = model.config, model.sentence_recipe
-    tokenizer, routes = model.tokenizer, _routes(recipe)
+    tokenizer = model.tokenizer
+    # Values of the field "route".
+    routes = [] if recipe is None else list(dict.fromkeys((*recipe.routes, *recipe.kinds)))
     first = next(iter(routes), None) if recipe is not None and recipe.usual_route is None else None
     return {
         "head": model.head,
@@ -393,11 +395,6 @@ def describe(model: Any) -> dict[str, Any]:
         "mask": tokenizer.mask_token if tokenizer is not None else None,
         "tasks": [name for name in TASKS if _has(model, name)],
     }
-
-
-def _routes(recipe: Any) -> list[str]:
-    """Return the values of the field ``route`` that a model supports."""
-    return [] if recipe is None else list(dict.fromkeys((*recipe.routes, *recipe.kinds)))
 
 
 def _has(model: Any, task: str) -> bool:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -234,7 +235,7 @@ class Workers:
     def _least(self) -> Worker | None:
         """Return the worker with the least load."""
         here = self._active
-        return min(here, key=_load) if len(here) > 1 else here[0] if here else None
+        return min(here, key=attrgetter("load")) if len(here) > 1 else here[0] if here else None
 
     async def _free(self, until: float) -> Worker:
         """Return a worker as soon as one is active."""
@@ -280,7 +281,3 @@ def _refused(kind: str) -> RefusedError:
     if kind == "ended":
         return RefusedError("the worker process ended. Retry; another worker replaces it.", kind, after_s=1.0)
     return RefusedError("the request timed out. Send fewer texts, or allow more time.", kind)
-
-
-def _load(worker: Worker) -> int:
-    return worker.load

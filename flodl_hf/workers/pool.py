@@ -17,9 +17,6 @@ from flodl_hf.workers.messages import Stream
 from flodl_hf.workers.process import Process
 
 
-def _no_result(message: dict[str, Any], arrays: list[np.ndarray]) -> Any: ...
-
-
 class Worker:
     """A worker process. A thread reads its messages.
 
@@ -34,7 +31,7 @@ class Worker:
     """
 
     def __init__(
-        self, process: Process, result: Callable[[dict[str, Any], list[np.ndarray]], Any] = _no_result
+        self, process: Process, result: Callable[[dict[str, Any], list[np.ndarray]], Any] = lambda *_: None
     ) -> None:
         self.process = process
         self.load = 0

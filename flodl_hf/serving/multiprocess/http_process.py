@@ -33,9 +33,6 @@ LOG = logging.getLogger("flodl_hf.serving")
 REPORT_INTERVAL_S, COLLECT_TIMEOUT_S = 0.5, 3.0
 
 
-def _nothing() -> None: ...
-
-
 class _HttpProcess:
     """This process.
 
@@ -78,7 +75,8 @@ class _HttpProcess:
         # The parent handles Ctrl-C and reloads. After a SIGTERM to this process alone, the parent first stops sending
         # connections, then requests the stop.
         calls = {
-            signal.SIGTERM: lambda: link.send({"leaving": True}), signal.SIGINT: _nothing, signal.SIGHUP: _nothing,
+            signal.SIGTERM: lambda: link.send({"leaving": True}), signal.SIGINT: lambda: None,
+            signal.SIGHUP: lambda: None,
         }  # fmt: skip
         self._server = http_server(make_app(self._state, self._lifespan), settings, calls, self._counters.close)
         serving = asyncio.ensure_future(self._server.serve([]))

@@ -79,15 +79,15 @@ def _rows(value: Any) -> list[list[int]] | None:
     return [value] if kinds <= {int} else None
 
 
+def is_pair(item: Any) -> bool:
+    """Return whether an item is a list of two strings."""
+    return isinstance(item, list) and len(item) == 2 and all(isinstance(part, str) for part in item)
+
+
 def _pairs(value: Any) -> list[Any] | None:
     if not isinstance(value, list):
         return [value] if isinstance(value, str) else None
-    for item in value:
-        single = isinstance(item, str)
-        pair = isinstance(item, list) and len(item) == 2 and all(isinstance(part, str) for part in item)
-        if not (single or pair):
-            return None
-    return value
+    return value if all(isinstance(item, str) or is_pair(item) for item in value) else None
 
 
 def _documents(value: Any) -> list[Any] | None:
@@ -100,8 +100,7 @@ def _documents(value: Any) -> list[Any] | None:
 def _questions(value: Any) -> list[Any] | None:
     given = value if isinstance(value, list) else [value]
     found = [[item.get("question"), item.get("context")] if isinstance(item, dict) else item for item in given]
-    right = all(isinstance(item, list) and len(item) == 2 and all(isinstance(p, str) for p in item) for item in found)
-    return found if right else None
+    return found if all(map(is_pair, found)) else None
 
 
 def _whole(value: Any) -> int | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from flodl.errors import shown
 from flodl_hf.serving.http_errors import RefusedError
-from flodl_hf.serving.routes.fields import Field
+from flodl_hf.serving.routes.fields import Field, is_pair
 from flodl_hf.serving.routes.route import (
     MODEL,
     Request,
@@ -103,18 +103,14 @@ def _pairs_of(value: Any) -> tuple[list[Any], bool]:
     """Return the inputs, and whether there is one: "a", ["a", "b"], or [["a"], ["a", "b"]]."""
     if isinstance(value, str):
         return [value], True
-    if isinstance(value, list) and value:
-        if all(isinstance(part, str) for part in value) and len(value) <= 2:
-            return [value if len(value) == 2 else value[0]], True
-        good = [
-            isinstance(row, str)
-            or (isinstance(row, list) and len(row) in (1, 2) and all(isinstance(part, str) for part in row))
-            for row in value
-        ]
-        if all(good):
-            return [row[0] if isinstance(row, list) and len(row) == 1 else row for row in value], False
-    if value == []:
-        return [], False
+    if is_pair(value):
+        return [value], True
+    if isinstance(value, list):
+        if len(value) == 1 and isinstance(value[0], str):
+            return value, True
+        rows = [row[0] if isinstance(row, list) and len(row) == 1 and isinstance(row[0], str) else row for row in value]
+        if all(isinstance(row, str) or is_pair(row) for row in rows):
+            return rows, False
     raise RefusedError(
         'inputs: expected a string, a pair ["a", "b"], or a list of [["a"], ["a", "b"]]', "field", param="inputs"
     )
