@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
 from flodl.errors import ConfigError
-from flodl_hf.families.schema.tasks import HEADS, WORDS, task_named
+from flodl_hf.families.schema.tasks import WORDS, task_named
 
 PRECISIONS = Literal["exact", "fp32", "tf32", "bf16", "fp16", "int8"]
 """The names of `flodl_hf.inference.Precision`."""
@@ -43,15 +43,3 @@ def task_word(text: str) -> str:
 def complete_task(incomplete: str) -> list[str]:
     """Return the names of tasks that begin with a text."""
     return [word for word in WORDS if word.startswith(incomplete)]
-
-
-Head = Annotated[
-    str,
-    typer.Option(
-        "--head",
-        metavar="auto|" + "|".join(head.short for head in HEADS[:5]),
-        parser=task_word,
-        autocompletion=complete_task,
-        help="The task, by any of its names; auto is the task of the file.",
-    ),
-]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
+from flodl_hf.cli.options import JSON, argument, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, say, tell
 
 app = typer.Typer(help="Look into recipes.", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -20,12 +21,11 @@ def group() -> None:
 
 @app.command(name="show")
 @reporting
-def show(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, YAML or JSON.")],
-    env: Annotated[str | None, typer.Option("--env", help="Override with RECIPE.ENV.yaml.")] = None,
-    defaults: Annotated[bool, typer.Option("--defaults", help="Also show default values.")] = False,
-    json_output: Json = False,
-) -> None:
+@with_parameters((
+    argument("recipe", Path, "RECIPE", "A recipe, YAML or JSON."), option("env", str, "Override with RECIPE.ENV.yaml."),
+    option("defaults", bool, "Also show default values.", default=False), JSON,
+))  # fmt: skip
+def show(recipe: Path, env: str | None, defaults: bool, json_output: bool) -> None:
     """Print each value of a recipe with its file and line.
 
     Options that do not exist are reported, and the exit status is then 1.

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from flodl_hf.cli.shared import Json, Local, Model, Revision, emit, reporting
+from flodl_hf.cli.options import JSON, LOCAL, MODEL, OUT, REPLACE, REVISION, with_parameters
+from flodl_hf.cli.shared import emit, reporting
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
 
 
 @reporting
+@with_parameters((MODEL, OUT, REPLACE, REVISION, LOCAL, JSON))  # fmt: skip
 def command(
-    model: Model,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that contains a model.")] = False,
-    revision: Revision = None,
-    local_files_only: Local = False,
-    json_output: Json = False,
+    model: str, out: Path, overwrite: bool, revision: str | None, local_files_only: bool, json_output: bool
 ) -> None:
     """Write the weights of a .bin checkpoint as safetensors, with its configuration and tokenizer.
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from flodl_hf.cli.error_text import command_line
-from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
+from flodl_hf.cli.options import JSON, option, with_parameters
+from flodl_hf.cli.shared import emit_json, progress, reporting, say, tell
 from flodl_hf.cli.verify_export import MARKS
 from flodl_hf.errors import ExportError
 
 
 @reporting
-def command(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the model.")] = Path("demo-model"),
-    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 200,
-    seed: Annotated[int, typer.Option(help="Seed of weights, order and dropout.")] = 0,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a folder that the demo did not write.")
-    ] = False,
-    json_output: Json = False,
-) -> None:
+@with_parameters((
+    option("out", Path, "Where to write the model.", "--out", "-o", default=Path("demo-model")),
+    option("steps", int, "Training steps.", default=200, min=1),
+    option("seed", int, "Seed of weights, order and dropout.", default=0),
+    option("overwrite", bool, "Replace a folder that the demo did not write.", default=False), JSON,
+))  # fmt: skip
+def command(out: Path, steps: int, seed: int, overwrite: bool, json_output: bool) -> None:
     """Train a small sentiment model, predict with it, export it and verify the export. No network.
 
     The sentences come with the package; the result is an ordinary Hugging Face folder.

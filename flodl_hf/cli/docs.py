@@ -11,12 +11,11 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.cli.shared import Json, emit_json, reporting, tell
+from flodl_hf.cli.options import JSON, argument, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, tell
 
 _OF_LIBRARIES = re.compile(r"flodl_hf\.compat\.(?!pipelines$)")
 """Modules that import libraries that need not be installed: their entries are read from the source."""
@@ -35,11 +34,11 @@ class Parsed:
 
 
 @reporting
-def command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="finetune, Options or flodl.train.Trainer.")] = "",
-    listed: Annotated[bool, typer.Option("--list", help="Print all public names.")] = False,
-    json_output: Json = False,
-) -> None:
+@with_parameters((
+    argument("name", str, "NAME", "finetune, Options or flodl.train.Trainer.", ""),
+    option("listed", bool, "Print all public names.", "--list", default=False), JSON,
+))  # fmt: skip
+def command(name: str, listed: bool, json_output: bool) -> None:
     """Print the reference entry of a public name: signature, description, options and methods.
 
     Without NAME, or with --list, print all public names with the first line of their descriptions.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import typer
 
-from flodl_hf.cli.shared import Json, emit_json, reporting, tell
+from flodl_hf.cli.options import JSON, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, tell
 
 _MARKS = {"ok": "     ", "note": " !   ", "problem": " !!! "}
 _COLOURS = {"ok": None, "note": "yellow", "problem": "red"}
 
 
 @reporting
-def command(json_output: Json = False) -> None:
+@with_parameters((JSON,))
+def command(json_output: bool) -> None:
     """Examine machine, packages, devices, kernels, caches and environment; report fast paths and problems.
 
     Kernels are compared with torch's on each device. No model is read and no connection is opened. Exit status 1 if

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-
 from flodl.errors import ConfigError
 from flodl_hf.checkpoints.weights.prefetch import prefetching
 from flodl_hf.cli.finetune import option_parameters, parse, train_data
-from flodl_hf.cli.options import JSON, REQUIRED, option, parameter, with_parameters
+from flodl_hf.cli.options import JSON, argument, option, with_parameters
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit, reporting, say
 from flodl_hf.training.options import EvaluateOptions
@@ -18,8 +16,8 @@ OPTIONS = {*EvaluateOptions.__annotations__, "devices"} - {"batch_size", "loss"}
 
 
 PARAMETERS = (
-    parameter("model", str, typer.Argument(metavar="MODEL", help="A local folder or a Hub name."), REQUIRED),
-    parameter("file", str | None, typer.Argument(metavar="DATA", help="Labelled data, as of --data.")),
+    argument("model", str, "MODEL", "A local folder or a Hub name."),
+    argument("file", str | None, "DATA", "Labelled data, as of --data.", None),
     option("data", str, "Labelled data: CSV, TSV, JSON lines, Parquet, CoNLL, SQuAD JSON or text; or several as "
            "name=file,name=file.", "-d"),
     option("batch_size", int, "Rows of a batch (default 32).", "-b", min=1, show_default=False),

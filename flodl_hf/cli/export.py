@@ -4,46 +4,43 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from flodl_hf.cli.choices import DTYPES, ENGINES, Head
+from flodl_hf.cli.choices import DTYPES, ENGINES
 from flodl_hf.cli.error_text import command_line
-from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
+from flodl_hf.cli.options import HEAD, JSON, LOCAL, OUT, REPLACE, REVISION, argument, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, say, tell
 
 if TYPE_CHECKING:
     from flodl_hf.export.engine import EngineFile
 
 
 @reporting
+@with_parameters((
+    argument("model", str, "MODEL", "A folder, a Hub name, or a graph's checkpoint: .fdl, .fdl.gz, .safetensors."), OUT,
+    option("format", ENGINES, "safetensors, or for another engine: onnx, torch-export.", default="safetensors"),
+    option("opset", int, "Of ONNX: the version of its operators; 18 by default.", min=1),
+    option("like", str, "For a graph's checkpoint: a folder with its configuration and tokenizer."),
+    option("labels", str, "For a graph's checkpoint: names of its classes, as a,b,c."), HEAD,
+    option("dtype", DTYPES, "Cast the weights to this."),
+    option("max_shard_size", str, "Cut the weights above this size, e.g. 5GB."), REPLACE, REVISION, LOCAL, JSON,
+))  # fmt: skip
 def command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A folder, a Hub name, or a graph's checkpoint: .fdl, .fdl.gz, .safetensors."
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
-    format: Annotated[
-        ENGINES, typer.Option(help="safetensors, or for another engine: onnx, torch-export.")
-    ] = "safetensors",
-    opset: Annotated[
-        int | None, typer.Option(min=1, help="Of ONNX: the version of its operators; 18 by default.")
-    ] = None,
-    like: Annotated[
-        str | None, typer.Option(help="For a graph's checkpoint: a folder with its configuration and tokenizer.")
-    ] = None,
-    labels: Annotated[
-        str | None, typer.Option(help="For a graph's checkpoint: names of its classes, as a,b,c.")
-    ] = None,
-    head: Head = "auto",
-    dtype: Annotated[DTYPES | None, typer.Option(help="Cast the weights to this.")] = None,
-    max_shard_size: Annotated[str | None, typer.Option(help="Cut the weights above this size, e.g. 5GB.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that contains a model.")] = False,
-    revision: Revision = None,
-    local_files_only: Local = False,
-    json_output: Json = False,
+    model: str,
+    out: Path,
+    format: str,
+    opset: int | None,
+    like: str | None,
+    labels: str | None,
+    head: str,
+    dtype: Any,
+    max_shard_size: str | None,
+    overwrite: bool,
+    revision: str | None,
+    local_files_only: bool,
+    json_output: bool,
 ) -> None:
     """Write MODEL as a folder: weights, configuration and tokenizer, in one step, compared after writing.
 

@@ -23,7 +23,7 @@ from flodl_hf.cli import STARTED
 from flodl_hf.cli.choices import complete_task, task_word
 from flodl_hf.cli.command import StrictCommand
 from flodl_hf.cli.error_text import command_line
-from flodl_hf.cli.options import TIMING, option, parameter, with_parameters
+from flodl_hf.cli.options import TIMING, argument, option, parameter, with_parameters
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit, emit_json, reporting, say, say_timing, tell, training_said
 from flodl_hf.families.schema.tasks import HEADS
@@ -398,8 +398,8 @@ def _default(value: Any) -> str:
 
 _TABLE = [name for name, (_, row) in HINTS.items() if row.metadata["cli"]]
 PARAMETERS = [
-    parameter("model", str | None, typer.Argument(metavar="MODEL", help="A local folder or a Hub name.")),
-    parameter("data", str | None, typer.Argument(metavar="TRAIN", help="Training data, as of --train.")),
+    argument("model", str | None, "MODEL", "A local folder or a Hub name.", None),
+    argument("data", str | None, "TRAIN", "Training data, as of --train.", None),
     option("train", str, "Training data: CSV, TSV, JSON lines, Parquet, CoNLL, SQuAD JSON or text; for vectors "
            "also several as name=file,name=file.", "-t"),
     option("eval", str, "Held-out data, evaluated after each epoch: a file, several as name=file,name=file, or a "

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from flodl.errors import printable
-from flodl_hf.cli.choices import PRECISIONS, Head
-from flodl_hf.cli.shared import Json, Local, Model, Revision, emit_json, reporting, tell
+from flodl_hf.cli.choices import PRECISIONS
+from flodl_hf.cli.options import HEAD, JSON, LOCAL, MODEL, REVISION, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, tell
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
@@ -20,23 +19,24 @@ _SENTENCES = ("notes", "tokenizer_settings", "tokenizer_differences", "vectors")
 
 
 @reporting
+@with_parameters((
+    MODEL, HEAD,
+    option("tokenizer", bool, "Also compare tokenizer.json with the vocabulary files of the folder.", default=False),
+    option("tensors", bool, "List every tensor with our name for it.", default=False),
+    option("device", str, "Also show what would run each layer on cpu, cuda, mps, or auto: the best device there is."),
+    option("precision", PRECISIONS, "With --device: what products are computed in; else as stored."),
+    REVISION, LOCAL, JSON,
+))  # fmt: skip
 def command(
-    model: Model,
-    head: Head = "auto",
-    tokenizer: Annotated[
-        bool, typer.Option("--tokenizer", help="Also compare tokenizer.json with the vocabulary files of the folder.")
-    ] = False,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with our name for it.")] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Also show what would run each layer on cpu, cuda, mps, or auto: the best device there is."),
-    ] = None,
-    precision: Annotated[
-        PRECISIONS | None, typer.Option(help="With --device: what products are computed in; else as stored.")
-    ] = None,
-    revision: Revision = None,
-    local_files_only: Local = False,
-    json_output: Json = False,
+    model: str,
+    head: str,
+    tokenizer: bool,
+    tensors: bool,
+    device: str | None,
+    precision: Any,
+    revision: str | None,
+    local_files_only: bool,
+    json_output: bool,
 ) -> None:
     """Show family, head, dtypes, tensors, tokenizer and labels; no weight is read."""
     facts = describe(model, head, {"revision": revision, "local_files_only": local_files_only})

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from flodl_hf.cli.error_text import command_line
-from flodl_hf.cli.shared import Json, Local, Revision, emit_json, reporting, say, tell
+from flodl_hf.cli.options import JSON, LOCAL, OUT, REPLACE, REVISION, argument, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, say, tell
 
 
 @reporting
+@with_parameters((
+    argument("base", str, "BASE", "The model below, a local folder or a Hub name."),
+    argument("adapter", str, "ADAPTER", "The adapter, a local folder or a Hub name."), OUT,
+    option("head", str, "The task, if the adapter does not specify it.", default="auto"),
+    REPLACE, REVISION, LOCAL, JSON,
+))  # fmt: skip
 def command(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The model below, a local folder or a Hub name.")],
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="The adapter, a local folder or a Hub name.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
-    head: Annotated[str, typer.Option("--head", help="The task, if the adapter does not specify it.")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that contains a model.")] = False,
-    revision: Revision = None,
-    local_files_only: Local = False,
-    json_output: Json = False,
+    base: str,
+    adapter: str,
+    out: Path,
+    head: str,
+    overwrite: bool,
+    revision: str | None,
+    local_files_only: bool,
+    json_output: bool,
 ) -> None:
     """Write a model with an adapter's sum or scales in its weights, and the adapter's head.
 

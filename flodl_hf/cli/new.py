@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from flodl.errors import nearest
 from flodl_hf.cli.error_text import command_line
-from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
+from flodl_hf.cli.options import JSON, argument, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, say, tell
 from flodl_hf.errors import ExportError
 from flodl_hf.families.schema.tasks import TASKS, find_task
 
@@ -26,14 +24,12 @@ _TASK = "The task: seqcls, ner, qa, mlm, choice, embedding or rank."
 
 
 @reporting
-def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
-    task: Annotated[str, typer.Option("--task", "-t", help=_TASK)] = "seqcls",
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="The start: a folder or a Hub name (default DistilBERT).")
-    ] = None,
-    json_output: Json = False,
-) -> None:
+@with_parameters((
+    argument("folder", Path, "DIR", "A new or empty folder."),
+    option("task", str, _TASK, "--task", "-t", default="seqcls"),
+    option("model", str, "The start: a folder or a Hub name (default DistilBERT).", "--model", "-m"), JSON,
+))  # fmt: skip
+def command(folder: Path, task: str, model: str | None, json_output: bool) -> None:
     """Write a project for fine-tuning: a recipe, example data, a test, and a page with the next steps."""
     written = new_project(folder, task=task, model=model)
     if json_output:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flodl_hf.cli.choices import FORMATS, LONG_TEXTS, ON_ERROR, PRECISIONS, WEIGHTS, Head
-from flodl_hf.cli.shared import HelpAll, Json, Local, Model, Revision
+from flodl_hf.cli.choices import FORMATS, LONG_TEXTS, ON_ERROR, PRECISIONS, WEIGHTS, complete_task, task_word
 from flodl_hf.errors import PredictError
+from flodl_hf.families.schema.tasks import HEADS
 
 Parameter = inspect.Parameter
 REQUIRED = Parameter.empty
@@ -37,9 +38,9 @@ def parameter(name: str, kind: Any, option: Any, default: Any = None) -> Paramet
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
-def alias(name: str, annotation: Any, default: Any = None) -> Parameter:
-    """Return a parameter with an annotation of `flodl_hf.cli.shared`."""
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def argument(name: str, kind: Any, metavar: str, text: str, default: Any = REQUIRED) -> Parameter:
+    """Return an argument of a command: a value without the name of an option."""
+    return parameter(name, kind, typer.Argument(metavar=metavar, help=text), default)
 
 
 def with_parameters(parameters: Iterable[Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -75,9 +76,16 @@ def replace_aliases(options: dict[str, Any]) -> dict[str, Any]:
 _ALIASES = {"windows": "windows", "strict": "error"}
 """Options with the value of ``--long-texts`` that each of them sets."""
 FILE, RUN = "A file of texts", "How it runs"
-MODEL, HEAD, HELP_ALL = alias("model", Model, REQUIRED), alias("head", Head, "auto"), alias("help_all", HelpAll, False)
-REVISION, LOCAL = alias("revision", Revision), alias("local_files_only", Local, False)
-JSON = alias("json_output", Json, False)
+MODEL = argument("model", str, "MODEL", "A local folder or a Hub name: owner/name or owner/name@revision.")
+HEAD = option("head", str, "The task, by any of its names; auto is the task of the file.", default="auto",
+              metavar="auto|" + "|".join(head.short for head in HEADS[:5]), parser=task_word,
+              autocompletion=complete_task)  # fmt: skip
+OUT = option("out", Path, "The folder to write.", "--out", "-o", default=REQUIRED)
+REPLACE = option("overwrite", bool, "Replace a folder that contains a model.", default=False)
+REVISION = option("revision", str, "Branch, tag or commit on the Hub.")
+LOCAL = option("local_files_only", bool, "Open no connection; use only local files.", default=False)
+JSON = option("json_output", bool, "Print one JSON document instead of text.", "--json", default=False)
+HELP_ALL = option("help_all", bool, "Show all options and exit.", default=False)
 TIMING = option("timing", bool, "Print the seconds of each phase.", default=False)
 
 _SOURCE = "CSV, TSV, JSON lines, Parquet, Arrow or text file (a row a line); - is standard input."

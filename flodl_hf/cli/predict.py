@@ -15,7 +15,7 @@ from contextlib import redirect_stdout, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -25,7 +25,7 @@ from flodl_hf.cli import STARTED
 from flodl_hf.cli import options as shared
 from flodl_hf.cli.choices import AGGREGATIONS
 from flodl_hf.cli.command import StrictCommand
-from flodl_hf.cli.options import FILE, RUN, alias, chosen, option, replace_aliases, with_parameters
+from flodl_hf.cli.options import FILE, RUN, argument, chosen, option, replace_aliases, with_parameters
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import (
     as_json,
@@ -52,7 +52,7 @@ _THRESHOLD = "Least score of a label, for classes; tuned for the thresholds stor
 _STRICT = "Deprecated; use --long-texts error."
 _HTML = "Also write the answers as a page, drawn as notebooks draw them; at most 1,000."
 _OUT = "File to write: .jsonl, .csv, .tsv or .parquet; - is standard output."
-TEXT = Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts; none reads lines from stdin.")]
+TEXT = argument("text", list[str] | None, "TEXT", "Texts; none reads lines from stdin.", None)
 QUESTION = option("question", str, "The question, for question answering.", "--question", "-q", panel=ANSWERS)
 QUERY = option("query", str, "Order texts by how well they fit this, with a model of one label.", panel=ANSWERS)
 OPTIONS = (
@@ -106,7 +106,7 @@ class Command(StrictCommand):
 
 @reporting
 @with_parameters((
-    shared.MODEL, alias("text", TEXT), QUESTION, QUERY, shared.HEAD, *OPTIONS, shared.WEIGHT, IN, OUT, *FILES,
+    shared.MODEL, TEXT, QUESTION, QUERY, shared.HEAD, *OPTIONS, shared.WEIGHT, IN, OUT, *FILES,
     option("page", Path, _HTML, "--html", panel=ANSWERS), shared.DEVICE, shared.REVISION, shared.LOCAL, shared.JSON,
     shared.TIMING, shared.HELP_ALL,
 ))  # fmt: skip

@@ -8,13 +8,14 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from flodl.errors import ConfigError, nearest
+from flodl_hf.cli.options import JSON, argument, option, with_parameters
 from flodl_hf.cli.schema import key_of, parameters_of, recipe_keys
-from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
+from flodl_hf.cli.shared import emit_json, reporting, say, tell
 
 FILE = "flodl-hf.yaml"
 WORDS = {str: "text", list: "a list", dict: "a map"}
@@ -25,15 +26,13 @@ CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False, "he
 
 
 @reporting
-def command(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The command; without it all are listed.")] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Passed on; they override the preset.")
-    ] = None,
-    env: Annotated[str | None, typer.Option("--env", help="Override with flodl-hf.ENV.yaml.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the command and the origin of each value.")] = False,
-    json_output: Json = False,
-) -> None:
+@with_parameters((
+    argument("name", str | None, "NAME", "The command; without it all are listed.", None),
+    argument("arguments", list[str] | None, "ARGUMENT", "Passed on; they override the preset.", None),
+    option("env", str, "Override with flodl-hf.ENV.yaml."),
+    option("show", bool, "Print the command and the origin of each value.", default=False), JSON,
+))  # fmt: skip
+def command(name: str | None, arguments: list[str] | None, env: str | None, show: bool, json_output: bool) -> None:
     """Run a command that the project's flodl-hf.yaml names.
 
     The file is searched in the current folder and its parents. An entry of `commands:` contains `run:`, a line for the

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
+from flodl_hf.cli.options import JSON, REQUIRED, argument, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, say, tell
 
 app = typer.Typer(help="Look at runs and their records.", no_args_is_help=True, pretty_exceptions_enable=False)
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder of runs, each with its run.jsonl.")]
+FOLDER = argument("folder", Path, "DIR", "A folder of runs, each with its run.jsonl.")
 
 
 @app.callback()
@@ -22,10 +22,8 @@ def group() -> None:
 
 @app.command(name="serve")
 @reporting
-def serve(
-    folder: Folder,
-    port: Annotated[int | None, typer.Option("--port", "-p", min=0, max=65535, help="Port of this machine.")] = None,
-) -> None:
+@with_parameters((FOLDER, option("port", int, "Port of this machine.", "--port", "-p", min=0, max=65535)))
+def serve(folder: Path, port: int | None) -> None:
     """Show the runs below DIR on a page of this machine, side by side, until Ctrl-C; runs that grow are followed."""
     from flodl.monitor import RunFolder
 
@@ -42,7 +40,8 @@ def serve(
 
 @app.command(name="list")
 @reporting
-def listed(folder: Folder, json_output: Json = False) -> None:
+@with_parameters((FOLDER, JSON))
+def listed(folder: Path, json_output: bool) -> None:
     """Print the runs below DIR: where they are, how they ended, and their last figures."""
     from flodl.monitor import RunFolder
 
@@ -75,10 +74,10 @@ def listed(folder: Folder, json_output: Json = False) -> None:
 
 @app.command(name="save")
 @reporting
-def save(
-    folder: Folder,
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .html, which opens offline.")],
-) -> None:
+@with_parameters((
+    FOLDER, option("out", Path, "File to write: .html, which opens offline.", "--out", "-o", default=REQUIRED),
+))  # fmt: skip
+def save(folder: Path, out: Path) -> None:
     """Write the page of all runs below DIR as one file that opens offline."""
     from flodl.files import write_atomically
     from flodl.monitor import RunFolder

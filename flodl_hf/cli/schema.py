@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
 from flodl.errors import ConfigError, nearest
+from flodl_hf.cli.options import argument, with_parameters
 from flodl_hf.cli.shared import emit_json, reporting
 
 # A bool is an int, and a str a sequence, so the order matters.
@@ -21,9 +22,8 @@ TYPES = (
 
 
 @reporting
-def command(
-    name: Annotated[str, typer.Argument(metavar="COMMAND", help="A command of flodl-hf.")] = "finetune",
-) -> None:
+@with_parameters((argument("name", str, "COMMAND", "A command of flodl-hf.", "finetune"),))  # fmt: skip
+def command(name: str) -> None:
     """Print the JSON schema of a command's options; for finetune the schema of a recipe.
 
     Editors with a YAML language server complete and check a recipe with it: write `flodl-hf schema > schema.json`, and

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from flodl_hf.cli import options as shared
-from flodl_hf.cli.options import REQUIRED, alias, option, with_parameters
+from flodl_hf.cli.options import REQUIRED, argument, option, with_parameters
 from flodl_hf.cli.shared import emit_json, reporting, say, stdin_lines, tell
-
-QUERY = Annotated[list[str] | None, typer.Argument(metavar="QUERY", help="Queries; none reads lines from stdin.")]
 
 
 @reporting
 @with_parameters((
     shared.MODEL,
-    alias("query", QUERY),
+    argument("query", list[str] | None, "QUERY", "Queries; none reads lines from stdin.", None),
     option("corpus", str, "File of the texts to search.", "--in", "-i", default=REQUIRED),
     option("vectors", str, "Their vectors as `flodl-hf encode` wrote them; else they are made."),
     shared.TEXT_COLUMN,

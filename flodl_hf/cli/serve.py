@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from flodl_hf.cli import options as shared
 from flodl_hf.cli.choices import PRECISIONS
-from flodl_hf.cli.options import REQUIRED, alias, chosen, option, with_parameters
+from flodl_hf.cli.options import argument, chosen, option, with_parameters
 from flodl_hf.cli.shared import reporting, say
 from flodl_hf.errors import PredictError
 from flodl_hf.serving.settings import Settings, usual_http_processes
@@ -22,7 +20,6 @@ _INVARIANT = "Results do not depend on other requests, bit for bit; slower."
 _ADAPTERS = "Serve each adapter folder in DIR under its name; NAME=DIR selects the base."
 _KEY = "API key; repeat for several, or set FLODL_HF_API_KEYS (comma-separated)."
 _OTLP = "Send traces to this OpenTelemetry collector, over HTTP."
-MODELS = Annotated[list[str], typer.Argument(metavar="MODEL...", help=_MODELS)]
 
 
 def _limit(name: str, text: str, kind: type = int) -> Any:
@@ -63,7 +60,7 @@ OPTIONS = (
 
 @reporting
 @with_parameters((
-    alias("models", MODELS, REQUIRED),
+    argument("models", list[str], "MODEL...", _MODELS),
     option("host", str, "Address to listen on; 0.0.0.0 is all interfaces.", default="127.0.0.1"),
     option("port", int, "Port; 0 selects a free one.", "--port", "-p", min=0, max=65535, default=8080),
     *OPTIONS,

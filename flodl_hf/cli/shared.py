@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from functools import partial, wraps
-from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 
@@ -26,14 +26,6 @@ from flodl_hf.cli.streams import NO_ROOM, encodable, lost
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A local folder or a Hub name: owner/name or owner/name@revision.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-HelpAll = Annotated[bool, typer.Option("--help-all", help="Show all options and exit.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
-Local = Annotated[bool, typer.Option("--local-files-only", help="Open no connection; use only local files.")]
 
 
 def reporting(command: Callable[P, R]) -> Callable[P, R]:

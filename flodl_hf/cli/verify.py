@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from flodl_hf.cli.shared import Json, emit_json, reporting, say, tell
+from flodl_hf.cli.options import JSON, argument, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, say, tell
 
 UNKNOWN = 3
 
 
 @reporting
-def command(
-    folder: Annotated[
-        str, typer.Argument(metavar="DIR", help="A model, checkpoints, parts, or a Hub name that is in the cache.")
-    ],
-    expect: Annotated[
-        str | None, typer.Option(metavar="FINGERPRINT", help="The fingerprint that the folder must have.")
-    ] = None,
-    write: Annotated[bool, typer.Option("--write", help="Accept the current files: rewrite checksums.json.")] = False,
-    json_output: Json = False,
-) -> None:
+@with_parameters((
+    argument("folder", str, "DIR", "A model, checkpoints, parts, or a Hub name that is in the cache."),
+    option("expect", str, "The fingerprint that the folder must have.", metavar="FINGERPRINT"),
+    option("write", bool, "Accept the current files: rewrite checksums.json.", default=False), JSON,
+))  # fmt: skip
+def command(folder: str, expect: str | None, write: bool, json_output: bool) -> None:
     """Compare every file with the length and SHA-256 recorded when it was written.
 
     Works on exports and fine-tuned models (checksums.json), on the Hub's cache (names of blobs), on the checkpoints of

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from flodl_hf.cli import options as shared
 from flodl_hf.cli.choices import STYLES
-from flodl_hf.cli.options import REQUIRED, alias, chosen, option, with_parameters
+from flodl_hf.cli.options import REQUIRED, argument, chosen, option, with_parameters
 from flodl_hf.cli.shared import emit_json, reporting, tell
 
 _TARGET = "A URL, a folder of sentence-transformers, or an ONNX file."
 _SOURCE = "The model it should answer as: a folder or Hub name."
 _STYLE = "API of the endpoint: text-embeddings-inference, OpenAI, Hugging Face."
 _TOLERANCE = "Largest difference that counts as equal, as a share of the largest number."
-TARGET = Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET)]
 OPTIONS = (
     option("style", STYLES, _STYLE, default="auto"),
     option("model", str, "Name of the endpoint's model."),
@@ -29,8 +28,8 @@ OPTIONS = (
 
 @reporting
 @with_parameters((
-    alias("target", TARGET, REQUIRED), option("source", str, _SOURCE, default=REQUIRED, metavar="MODEL"), *OPTIONS,
-    shared.JSON,
+    argument("target", str, "TARGET", _TARGET), option("source", str, _SOURCE, default=REQUIRED, metavar="MODEL"),
+    *OPTIONS, shared.JSON,
 ))  # fmt: skip
 def command(target: str, source: str, json_output: bool, **values: Any) -> None:
     """Compare an endpoint with the model it serves: token ids, vectors or scores, prompts, batches, long texts.

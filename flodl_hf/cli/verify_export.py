@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from flodl_hf.cli.shared import Json, Local, emit_json, reporting, say, tell
+from flodl_hf.cli.options import JSON, LOCAL, argument, option, with_parameters
+from flodl_hf.cli.shared import emit_json, reporting, say, tell
 
 MARKS = {"pass": "pass", "fail": "FAIL", "not run": "  - "}
 
 
 @reporting
+@with_parameters((
+    argument("folder", Path, "DIR", "The exported folder."),
+    option("source", str, "Source of the export: a folder or a Hub name."),
+    option("no_source", bool, "There is no source (a fine-tuned model).", default=False),
+    option("no_receipt", bool, "Do not write verification.json into the folder.", default=False), LOCAL, JSON,
+))  # fmt: skip
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The exported folder.")],
-    source: Annotated[str | None, typer.Option(help="Source of the export: a folder or a Hub name.")] = None,
-    no_source: Annotated[bool, typer.Option("--no-source", help="There is no source (a fine-tuned model).")] = False,
-    no_receipt: Annotated[
-        bool, typer.Option("--no-receipt", help="Do not write verification.json into the folder.")
-    ] = False,
-    local_files_only: Local = False,
-    json_output: Json = False,
+    folder: Path, source: str | None, no_source: bool, no_receipt: bool, local_files_only: bool, json_output: bool
 ) -> None:
     """Compare names, dtypes and bytes with the source, then keys, token ids and outputs with transformers.
 

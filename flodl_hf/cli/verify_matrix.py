@@ -5,32 +5,38 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
 from flodl.errors import FlodlError
-from flodl_hf.cli.shared import Json, emit_json, progress, reporting, say, tell
+from flodl_hf.cli.options import JSON, option, with_parameters
+from flodl_hf.cli.shared import emit_json, progress, reporting, say, tell
 
 
 @reporting
+@with_parameters((
+    option("families", list[str], "Model types; all by default."),
+    option("heads", list[str], "base, seqcls, tokcls, qa, mlm; all by default."),
+    option("checks", list[str], "Names of checks; all by default."),
+    option("size", Literal["tiny", "real"], "tiny (seconds) or real (base shapes of each family; many minutes).",
+           default="tiny"),
+    option("live", bool, "Take the pinned Hub checkpoints instead of random ones.", default=False),
+    option("jobs", int, "Number of parallel processes.", default=1, min=1),
+    option("seed", int, "Seed of weights and batches.", default=0),
+    option("markdown", Path, "Also write the page to this file."),
+    option("out", Path, "Also write the JSON to this file."), JSON,
+))  # fmt: skip
 def command(
-    families: Annotated[list[str] | None, typer.Option("--families", help="Model types; all by default.")] = None,
-    heads: Annotated[
-        list[str] | None, typer.Option("--heads", help="base, seqcls, tokcls, qa, mlm; all by default.")
-    ] = None,
-    checks: Annotated[list[str] | None, typer.Option("--checks", help="Names of checks; all by default.")] = None,
-    size: Annotated[
-        Literal["tiny", "real"], typer.Option(help="tiny (seconds) or real (base shapes of each family; many minutes).")
-    ] = "tiny",
-    live: Annotated[
-        bool, typer.Option("--live", help="Take the pinned Hub checkpoints instead of random ones.")
-    ] = False,
-    jobs: Annotated[int, typer.Option(help="Number of parallel processes.", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
-    markdown: Annotated[Path | None, typer.Option(help="Also write the page to this file.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
-    json_output: Json = False,
+    families: list[str] | None,
+    heads: list[str] | None,
+    checks: list[str] | None,
+    size: str,
+    live: bool,
+    markdown: Path | None,
+    out: Path | None,
+    json_output: bool,
+    **run: int,
 ) -> None:
     """Prove each cell: configuration, names, forward, gradients, training, export, adapters, predictions, precision.
 
@@ -49,7 +55,7 @@ def command(
     results = []
     with progress() as bar:
         task = bar.add_task("cells", total=len(cells), note="")
-        for result in run_matrix(cells, size=size, checks=_split(checks), jobs=jobs, seed=seed, live=live):
+        for result in run_matrix(cells, size=size, checks=_split(checks), live=live, **run):
             results.append(result)
             bar.update(task, advance=1, note=f"{result.cell.name}: {result.status}")
             if bar.disable:
