@@ -23,7 +23,7 @@ from flodl_hf.cli import STARTED
 from flodl_hf.cli.choices import complete_task, task_word
 from flodl_hf.cli.command import StrictCommand
 from flodl_hf.cli.error_text import command_line
-from flodl_hf.cli.options import TIMING, argument, option, parameter, with_parameters
+from flodl_hf.cli.options import HELP_ALL, JSON, TIMING, argument, option, with_parameters
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import emit, emit_json, reporting, say, say_timing, tell, training_said
 from flodl_hf.families.schema.tasks import HEADS
@@ -367,11 +367,8 @@ def option_parameters(names: Container[str]) -> list[inspect.Parameter]:
         flags = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag, *([SHORT[name]] if name in SHORT else [])]
         text = row.metadata["help"] + (f" (default {shown})" if shown else "")
         bounds: dict[str, Any] = {word: row.metadata.get(key) for word, key in (("min", "least"), ("max", "most"))}
-        found = typer.Option(
-            *flags, help=text, show_default=False, rich_help_panel=group,
-            **TASK if name == "task" else bounds if kind in (int, float) else {},
-        )  # fmt: skip
-        parameters.append(parameter(name, kind | None, found))
+        more = TASK if name == "task" else bounds if kind in (int, float) else {}
+        parameters.append(option(name, kind, text, *flags, panel=group, show_default=False, **more))
     return parameters
 
 
@@ -421,11 +418,10 @@ PARAMETERS = [
     option("dashboard_control", bool, "Let that page make the run evaluate, save or stop, authorised by the token "
            "in its address.", default=False),
     *option_parameters(_TABLE),
-    option("json_output", bool, "Print one JSON document instead of text.", "--json", default=False),
-    option("help_all", bool, "Show all options and exit.", default=False),
+    JSON,
+    HELP_ALL,
 ]  # fmt: skip
-for row in PARAMETERS:
-    row.annotation.__metadata__[0].hidden = row.name not in SHOWN_IN_HELP
+Command.rare = frozenset(row.name for row in PARAMETERS if row.name not in SHOWN_IN_HELP)
 
 
 @reporting
