@@ -109,7 +109,7 @@ def test_a_wrong_project_file_is_refused(project: Path, text: str, words: list[s
 
     (project / "flodl-hf.yaml").write_text(text)
     with pytest.raises(ConfigError) as no:
-        command.__wrapped__(*words)  # type: ignore[attr-defined]
+        command.__wrapped__((words or [None])[0], None, None, False, False)  # type: ignore[attr-defined]
     assert no.value.problems == [fault]
     assert "expected a str" not in str(no.value)
     assert call("run", *words).exit_code == 1
