@@ -127,7 +127,9 @@ def card(job: Job, result: FinetuneResult) -> str:
         lines += ["", "Curves, confusions, calibration and lengths: [report](report.html)."]
     if job.own.names:
         lines += ["", f"Given as functions, and no part of the recipe: {', '.join(job.own.names)}."]
-    lines += ["", "## Recipe", "", f"{result.steps:,} optimiser steps, {_duration(result.seconds)}.", ""]
+    minutes, rest = divmod(round(result.seconds), 60)
+    duration = f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    lines += ["", "## Recipe", "", f"{result.steps:,} optimiser steps, {duration}.", ""]
     lines += ["| choice | value |", "|---|---|"]
     for name in SHOWN:
         value = result.recipe.get(name)
@@ -153,11 +155,6 @@ def _thresholds(tuned: Tuned) -> list[str]:
 
 def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 KINDS = {"mcc": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr", "eval_loss": "loss"}

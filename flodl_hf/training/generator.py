@@ -173,9 +173,8 @@ class GeneratorStart:
 def _share(model: EncoderModel, generator: MaskedLM) -> None:
     """Have the generator's embeddings be the discriminator's where they are as wide."""
     ours = dict(model.graph.get_submodule(EMBEDDINGS).named_parameters())
-    theirs = dict(generator.graph.get_submodule(EMBEDDINGS).named_parameters())
-    alike = [name for name, value in theirs.items() if name in ours and ours[name].shape == value.shape]
-    _put(generator, {name: ours[name] for name in alike})
+    theirs = generator.graph.get_submodule(EMBEDDINGS).named_parameters()
+    _put(generator, {name: ours[name] for name, value in theirs if name in ours and ours[name].shape == value.shape})
 
 
 def shared_names(model: EncoderModel, generator: MaskedLM) -> list[str]:
@@ -205,8 +204,7 @@ def taken_out(model: EncoderModel) -> MaskedLM | None:
         return None
     model.beside = None
     theirs = dict(generator.graph.get_submodule(EMBEDDINGS).named_parameters())
-    names = shared_names(model, generator)
-    _put(generator, {name: nn.Parameter(theirs[name].detach().clone()) for name in names})
+    _put(generator, {n: nn.Parameter(theirs[n].detach().clone()) for n in shared_names(model, generator)})
     return generator
 
 

@@ -147,10 +147,8 @@ def _read_tags(examples: Examples, words: str, tags: str | None, table: str) -> 
         counts = [len(part) if isinstance(part, (list, tuple)) else 0 for part in (given, line)]
         if not isinstance(given, (list, tuple)) or counts[0] != counts[1]:
             wrong.append(f"row {i}: {counts[0]} tags for {counts[1]} words")
-        elif any(isinstance(tag, (bool, float)) or tag not in KNOWN for tag in given):
-            wrong.append(
-                f"row {i}: {next(tag for tag in given if isinstance(tag, (bool, float)) or tag not in KNOWN)!r}"
-            )
+        elif strange := [tag for tag in given if isinstance(tag, (bool, float)) or tag not in KNOWN]:
+            wrong.append(f"row {i}: {strange[0]!r}")
         else:
             found.append([KNOWN[tag] for tag in given])
     refuse_rows(

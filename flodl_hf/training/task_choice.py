@@ -213,7 +213,14 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
     if kind is EmbeddingTask and not tables.parts:
         if denoises(options.vector_loss):
             kind, options = DenoisingTask, replace(options, vector_loss="DenoisingAutoEncoderLoss")
-        elif options.task and own is None and _needs_layer(tables.train, options):
+        elif (
+            options.task
+            and own is None
+            and (
+                needs_layer(options.vector_loss, options.loss_options)
+                or (options.vector_loss is None and read_table(tables.train, options.columns).form == "pair_classes")
+            )
+        ):
             kind = AuxiliaryTask
     if kind is not None and is_vectors:
         return plan_embedding(tables.parts or {"": tables.train}, options, own, kind)
@@ -233,13 +240,6 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
     if own is not None and (options.generator is not None or task.kind in ("choices", "pairs")):
         raise ConfigError(f"loss: {task.head} has no other loss than its own; leave the option out", problems=["loss"])
     return task, options
-
-
-def _needs_layer(rows: Sequence[Mapping[str, Any]], options: Options) -> bool:
-    """Return whether the loss of the embeddings has an additional layer."""
-    if options.vector_loss is not None:
-        return needs_layer(options.vector_loss, options.loss_options)
-    return read_table(rows, options.columns).form == "pair_classes"
 
 
 def _class_column(tables: Tables, options: Options) -> str | None:
