@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -429,9 +429,15 @@ def _recipe(job: Job) -> dict[str, Any]:
     left_out = ("checkpoints", "keep_checkpoints", "resume", "local_files_only")
     left_out += ("trackers", "log_dir", "profile", "report")
     values = {k: v for k, v in job.options.to_dict().items() if k not in left_out and v is not None}
-    if not isinstance(values["schedule"], str):
-        values["schedule"] = repr(job.options.schedule)
+    # YAML has no objects, such as a schedule or losses of tables.
+    values |= {name: _text_of(values[name]) for name in ("schedule", "vector_loss") if name in values}
     commit = getattr(job.model.source, "commit", None)
     if commit:
         values["revision"] = commit
     return values
+
+
+def _text_of(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _text_of(part) for name, part in value.items()}
+    return value if isinstance(value, str) else repr(value)

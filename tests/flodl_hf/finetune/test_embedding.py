@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf import load
-from flodl_hf.training import finetune
+from flodl_hf.training import evaluate, finetune
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.losses import LOSSES, AdaptiveLayerLoss
 from flodl_hf.training.losses.ranking import MultipleNegativesRankingLoss
@@ -437,3 +437,11 @@ def test_a_step_without_a_function_is_no_identity() -> None:
     assert Dropped({})(values) is values
     with pytest.raises(NotImplementedError):
         Unfinished()(values)
+
+
+def test_losses_given_as_objects_are_written_into_the_recipe_as_text(base: Path, tmp_path: Path) -> None:
+    loss = {"": MultipleNegativesRankingLoss(scale=5.0)}
+    result = finetune(base, train=rows("pairs"), out=tmp_path / "out", **{**ONE, "vector_loss": loss})
+    assert "MultipleNegativesRankingLoss(scale=5.0" in (tmp_path / "out" / "recipe.yaml").read_text("utf-8")
+    assert evaluate(tmp_path / "out", rows("pairs")).metrics.keys() >= {"eval_loss", "ndcg@10"}
+    assert result.folder == tmp_path / "out"
