@@ -204,7 +204,7 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
                 f"generator: {named} has none; expected task='replaced', or no generator", problems=["generator"]
             )
     pairs = are_pairs(list(tables.train[0])) and not options.columns
-    if named is None and (pairs or tables.parts or denoises(options.vector_loss)):
+    if named is None and (pairs or tables.parts or (options.vector_loss and denoises(options.vector_loss))):
         named = "embedding"
     kind = None if named is None else task_named(named).trained
     is_vectors = isinstance(kind, type) and issubclass(kind, EmbeddingTask)
