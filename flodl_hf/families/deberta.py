@@ -17,10 +17,8 @@ from flodl_hf.families.schema import FamilyTokenizer
 from flodl_hf.families.schema.config_rows import IgnoredKey
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.families.schema.sizes import BASE_SIZES
-from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.attention.disentangled.positions import RelativePositions
-from flodl_hf.nn.encoder.graphs import stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.nn.encoder.graphs import chain, stack
 from flodl_hf.nn.layers.norms import StepwiseNorm
 
 LATER = (
@@ -60,24 +58,12 @@ ALSO = (
 # fmt: on
 
 
-def block(c: DebertaConfig) -> EncoderLayer:
-    """Return one layer: attend, add, normalise, transform, add, normalise."""
-    return EncoderLayer(
-        DisentangledAttention(
-            c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout,
-            kinds=c.position_kinds, relative=c.relative_attention, joined=True,
-        ),
-        FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout),
-        StepwiseNorm(c.hidden_size, eps=c.norm_eps),
-        StepwiseNorm(c.hidden_size, eps=c.norm_eps),
-    )  # fmt: skip
-
-
 def encoder(c: DebertaConfig) -> Graph:
     """Return the graph from ids to token states."""
     embeddings = deberta_v2.embeddings(c, StepwiseNorm)
     relative = RelativePositions(c.hidden_size, c.span, -1, c.max_distance, None)
-    return deberta_v2.with_distances(embeddings, relative, stack((block(c) for _ in range(c.num_layers)), "relative"))
+    blocks = (deberta_v2.block(c, i, StepwiseNorm, joined=True) for i in range(c.num_layers))
+    return chain(embeddings, stack(blocks, "relative"), bias=relative, bias_name="relative")
 
 
 HEADS = {name: head for name, head in deberta_v2.HEADS.items() if name != "multiple_choice"}

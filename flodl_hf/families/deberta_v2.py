@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl.errors import ConfigError
-from flodl.graph import FlowBuilder, Graph
+from flodl.graph import Graph
 from flodl_hf.families import albert, bert
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.families.schema.config_rows import (
@@ -42,7 +42,7 @@ from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.attention.disentangled.positions import RelativePositions
 from flodl_hf.nn.encoder import task_heads
 from flodl_hf.nn.encoder.deberta import Convolution, ConvolvedLayer, MaskedEmbeddings
-from flodl_hf.nn.encoder.graphs import stack
+from flodl_hf.nn.encoder.graphs import chain, stack
 from flodl_hf.nn.encoder.losses import check_labels
 from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
 
@@ -280,14 +280,16 @@ def embeddings(c: DebertaConfig, norm: type[nn.LayerNorm] = nn.LayerNorm) -> Mas
     )  # fmt: skip
 
 
-def block(c: DebertaConfig, index: int) -> EncoderLayer:
+def block(
+    c: DebertaConfig, index: int, norm: type[nn.LayerNorm] = nn.LayerNorm, *, joined: bool = False
+) -> EncoderLayer:
     """Return one layer: attend, add, normalise, transform, add, normalise; the first may add the convolution."""
     attention = DisentangledAttention(
         c.hidden_size, c.num_heads, c.attention_dropout, c.hidden_dropout,
-        kinds=c.position_kinds, relative=c.relative_attention, share_keys=c.share_keys,
+        kinds=c.position_kinds, relative=c.relative_attention, share_keys=c.share_keys, joined=joined,
     )  # fmt: skip
     feed_forward = FeedForward(c.hidden_size, c.intermediate_size, c.activation, c.hidden_dropout)
-    first, second = (nn.LayerNorm(c.hidden_size, eps=c.norm_eps) for _ in range(2))
+    first, second = (norm(c.hidden_size, eps=c.norm_eps) for _ in range(2))
     if index or not c.conv_kernel_size:
         return EncoderLayer(attention, feed_forward, first, second)
     conv = Convolution(
@@ -300,21 +302,8 @@ def encoder(c: DebertaConfig) -> Graph:
     """Return the graph from ids to token states."""
     norm_eps = c.norm_eps if c.relative_norm == "layer_norm" else None
     relative = RelativePositions(c.hidden_size, c.span, c.position_buckets, c.max_distance, norm_eps)
-    return with_distances(embeddings(c), relative, stack((block(c, i) for i in range(c.num_layers)), "relative"))
-
-
-def with_distances(embeddings: nn.Module, relative: RelativePositions, layers: Graph) -> Graph:
-    """Return the encoder of these parts: ids in, token states out, every layer given the table of distances."""
-    return (
-        FlowBuilder(embeddings, name="embeddings")
-        .label("encoder")
-        .input("token_type_ids", "position_ids", default=None)
-        .input("layout")
-        .using("token_type_ids", "position_ids", "layout")
-        .fork(relative, name="relative").tag("distances").using("layout")
-        .through(layers, name="layers").using("layout", relative="distances")
-        .build()
-    )  # fmt: skip
+    layers = stack((block(c, i) for i in range(c.num_layers)), "relative")
+    return chain(embeddings(c), layers, bias=relative, bias_name="relative")
 
 
 def classifier(c: DebertaConfig, num_labels: int) -> Graph:

@@ -328,9 +328,7 @@ def _read_folder(
         names = list(
             dict.fromkeys([*plan.placed.values(), *repeated, *carried, *_kept(plan.report.ignored, config, head)])
         )
-        values, on_disk = _read(
-            checkpoint, plan, names, folder, dtype, wanted.device, mapped=wanted.mapped, weights=wanted.weights
-        )
+        values, on_disk = _read(checkpoint, plan, names, folder, dtype, wanted)
         manifest = checkpoint.manifest
     finite = FiniteCheck(values, plan.placed.values(), dtype, done=on_disk.release if on_disk else None)
     return _ReadFolder(
@@ -356,15 +354,7 @@ def _filled(
 
 
 def _read(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    names: Sequence[str],
-    folder: Path,
-    dtype: torch.dtype,
-    device: torch.device | str | None,
-    *,
-    mapped: bool | None,
-    weights: Weights | None,
+    checkpoint: Checkpoint, plan: Plan, names: Sequence[str], folder: Path, dtype: torch.dtype, wanted: Wanted
 ) -> tuple[dict[str, Tensor], OnDisk | None]:
     """Return the stored tensors of these names, and where weights stay on disk what knows of those.
 
@@ -372,11 +362,11 @@ def _read(
     is copied, so that no later change reaches the model. What goes to another device is copied there, so weights in
     several files, which are large, need not be in memory as well.
     """
-    place = torch.device("cpu") if device is None else torch.device(device)
+    mapped, place = wanted.mapped, torch.device("cpu" if wanted.device is None else wanted.device)
     used = map(as_whole, plan.placed.values())
     stays = stays_on_disk(
-        weights, checkpoint.manifest, used, dtype, place, mapped=mapped, notes=plan.report.notes
-    )  # fmt: skip
+        wanted.weights, checkpoint.manifest, used, dtype, place, mapped=mapped, notes=plan.report.notes
+    )
     wholes = list(dict.fromkeys(map(as_whole, names)))
     if not stays:
         shown = in_hub_cache(folder) if mapped is None else mapped

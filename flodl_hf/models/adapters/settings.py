@@ -155,7 +155,7 @@ class Lora:
     usual_targets = ("query", "value")
 
     def __post_init__(self) -> None:
-        problems = [f"rank {rank!r}" for rank in (self.rank, *self.ranks.values()) if not _is_rank(rank)]
+        problems = [f"rank {rank!r}" for rank in (self.rank, *self.ranks.values()) if not _is_count(rank)]
         for alpha in (self.alpha, *self.alphas.values()):
             number = alpha is None or (isinstance(alpha, (int, float)) and not isinstance(alpha, bool))
             if not number or (alpha is not None and not math.isfinite(alpha)):
@@ -253,10 +253,10 @@ class Prompt:
     kind: str = "mlp"
 
     def __post_init__(self) -> None:
-        problems = [] if _is_count(self.tokens) else [f"tokens {self.tokens!r}"]
+        problems = [] if _is_count(self.tokens, MOST_TOKENS) else [f"tokens {self.tokens!r}"]
         problems += [] if self.kind in KINDS else [f"kind {self.kind!r}"]
         problems += [] if self.text is None or (isinstance(self.text, str) and self.text) else [f"text {self.text!r}"]
-        problems += [] if self.encoder is None or _is_rank(self.encoder) else [f"encoder {self.encoder!r}"]
+        problems += [] if self.encoder is None or _is_count(self.encoder) else [f"encoder {self.encoder!r}"]
         if problems:
             raise ConfigError(
                 f"Prompt: found {', '.join(problems)}; expected 1 to {MOST_TOKENS:,} tokens, a text that is not empty, "
@@ -285,8 +285,8 @@ class Prefix:
     encoder: int | None = None
 
     def __post_init__(self) -> None:
-        problems = [] if _is_count(self.tokens) else [f"tokens {self.tokens!r}"]
-        problems += [] if self.encoder is None or _is_rank(self.encoder) else [f"encoder {self.encoder!r}"]
+        problems = [] if _is_count(self.tokens, MOST_TOKENS) else [f"tokens {self.tokens!r}"]
+        problems += [] if self.encoder is None or _is_count(self.encoder) else [f"encoder {self.encoder!r}"]
         if problems:
             raise ConfigError(
                 f"Prefix: found {', '.join(problems)}; expected 1 to {MOST_TOKENS:,} tokens, and a width from 1 to "
@@ -304,12 +304,8 @@ def listed(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _is_rank(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_RANK
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_TOKENS
+def _is_count(value: object, most: int = MOST_RANK) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
 ADAPTERS: dict[str, type[Settings]] = {"lora": Lora, "ia3": IA3, "prompt": Prompt, "prefix": Prefix}

@@ -201,9 +201,9 @@ def attend(
     factor = width**-0.5 if scale is None else scale
     if isinstance(layout, Packed) and implementation == "sdpa" and bias is None and lead is None and query.is_cuda:
         q, k, v = (x.view(x.shape[0], n, -1) for x, n in ((query, num_heads), (key, kv_heads), (value, kv_heads)))
-        if _has_flash(q):
+        if q.dtype in (torch.float16, torch.bfloat16) and width <= 256 and width % 8 == 0:
             return _flash(q, k, v, layout, dropout, window, factor).reshape(query.shape)
-        if _has_efficient(q) and window is None and kv_heads == num_heads:
+        if q.dtype == torch.float32 and width % 4 == 0 and window is None and kv_heads == num_heads:
             return _efficient(q, k, v, layout, dropout, factor).reshape(query.shape)
     eager = partial(_eager, divisor=math.sqrt(width) if divides else None, seen=seen)
     mix = eager if implementation == "eager" else kernel or fused
@@ -335,15 +335,6 @@ def _eager(
     for taker in seen:
         taker.append(weights)
     return torch.matmul(weights, v)
-
-
-def _has_flash(q: Tensor) -> bool:
-    width = q.shape[-1]
-    return q.dtype in (torch.float16, torch.bfloat16) and width <= 256 and width % 8 == 0
-
-
-def _has_efficient(q: Tensor) -> bool:
-    return q.dtype == torch.float32 and q.shape[-1] % 4 == 0
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, window: int | None, scale: float) -> Tensor:

@@ -235,13 +235,13 @@ def arrange_training(
     """
     device = next(graph.parameters()).device
     if device.type != "cuda" and not anywhere:
-        return _nothing, {path: f"the device is a {device.type}" for path, _ in layers_of(graph)}
+        return lambda: None, {path: f"the device is a {device.type}" for path, _ in layers_of(graph)}
     table = TrainingTable(dtype)
     lacking = {path: table.lacks(layer) for path, layer in layers_of(graph)}
     chosen = [layer for path, layer in layers_of(graph) if lacking[path] is None and layer.table is TORCH]
     sizes = dict.fromkeys(found for layer in chosen if (found := sizes_of(layer)) is not None)
     if not all(trusted("training", device, dtype, each, training) for each in sizes):
-        return _nothing, dict.fromkeys(lacking, "the kernels are not trusted on this device")
+        return lambda: None, dict.fromkeys(lacking, "the kernels are not trusted on this device")
     for layer in chosen:
         layer.table = table
 
@@ -250,7 +250,3 @@ def arrange_training(
             layer.table = TORCH
 
     return undo, {path: reason for path, reason in lacking.items() if reason}
-
-
-def _nothing() -> None:
-    return None

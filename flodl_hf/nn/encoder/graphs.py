@@ -204,6 +204,7 @@ def chain(
     *,
     projection: nn.Module | None = None,
     bias: nn.Module | None = None,
+    bias_name: str = "bias",
     norm: nn.Module | None = None,
 ) -> Graph:
     """Return the encoder: ids in, token states out, with the optional inputs every family takes.
@@ -212,7 +213,8 @@ def chain(
         embeddings: called with ids, ``token_type_ids``, ``position_ids`` and ``layout``.
         layers: called with states and ``layout``.
         projection: between the two, where embeddings are narrower than states.
-        bias: computes the bias of all layers' scores, which ``layers`` take as ``bias``.
+        bias: computes the bias of all layers' scores.
+        bias_name: the argument of ``layers`` that takes it.
         norm: after the last layer, if layers normalise the inputs of their parts.
     """
     flow = (
@@ -228,7 +230,7 @@ def chain(
         flow = flow.through(layers, name="layers").using("layout")
     else:
         flow = flow.fork(bias, name="relative").tag("distances").using("layout")
-        flow = flow.through(layers, name="layers").using("layout", bias="distances")
+        flow = flow.through(layers, name="layers").using("layout", **{bias_name: "distances"})
     return (flow if norm is None else flow.through(norm, name="norm")).build()
 
 

@@ -311,18 +311,13 @@ class Packed:
         """Return ``call`` applied to rows of texts, for ``(tokens, ...)`` in and out."""
         parts = [call(keep, *rows) for keep, rows in self.rows(*tensors)]
         if not self.lengths:
-            return self._from_rows(parts[0])
+            tokens = torch.arange(self.num_tokens, device=parts[0].device)
+            return parts[0][self._owners(self.num_tokens), self.positions(tokens)]
         parts = [part.reshape(-1, *part.shape[2:]) for part in parts]
         behind = self.num_tokens - sum(self.lengths)
         if behind:  # rows of no text, which nothing reads
             parts.append(parts[0].new_zeros(behind, *parts[0].shape[1:]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def _from_rows(self, rows: Tensor) -> Tensor:
-        """Return the tokens of ``(texts, longest, ...)`` rows end to end, ``(tokens, ...)``."""
-        tokens = torch.arange(self.num_tokens, device=rows.device, dtype=torch.int32)
-        text = torch.searchsorted(self.offsets[1:], tokens, right=True)
-        return rows[text, self.positions(tokens)]
 
     def grid(self) -> tuple[Tensor, Tensor]:
         """Return the token at each place of each text, ``(texts, longest)``, and where there is one.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -112,18 +112,10 @@ class DisentangledAttention(nn.Module):
             return self._by_reference((query, key, value), layout, relative)
         tables = None if relative is None else self._scaled_tables(relative, query)
         if way == "kernel":
-            return attend_by_kernel(
-                (query, key, value), layout, tables, relative,
-                num_heads=self.num_heads, scale=self.scale,
-                dropout=self.attention_dropout.p if self.training else 0.0,
-            )  # fmt: skip
+            return attend_by_kernel((query, key, value), layout, tables, relative, **self._options())
 
         def rows(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_fast(
-                query, key, value, tables, relative,
-                num_heads=self.num_heads, scale=self.scale, keep=mask,
-                dropout=self.attention_dropout.p if self.training else 0.0,
-            )  # fmt: skip
+            return attend_fast(query, key, value, tables, relative, keep=mask, **self._options())
 
         return layout.by_rows(rows, query, key, value)
 
@@ -166,10 +158,11 @@ class DisentangledAttention(nn.Module):
                 ).divided(self.scale)
             else:
                 tables = self._scaled_tables(relative, states)
-        return attend_by_kernel(
-            (states,), layout, tables, relative if self.relative else None,
-            num_heads=self.num_heads, scale=self.scale, dropout=self.attention_dropout.p if self.training else 0.0,
-        )  # fmt: skip
+        return attend_by_kernel((states,), layout, tables, relative if self.relative else None, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        dropout = self.attention_dropout.p if self.training else 0.0
+        return {"num_heads": self.num_heads, "scale": self.scale, "dropout": dropout}
 
     def _way(self, states: Tensor, dtype: torch.dtype | None = None) -> Literal["reference", "fast", "kernel"]:
         """Return how ``implementation`` is carried out for such states, or ones like them of ``dtype``."""

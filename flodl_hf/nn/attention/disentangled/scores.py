@@ -14,6 +14,8 @@ Shapes: G rows of the batch times heads, S tokens of a row, N heads, H width of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -76,18 +78,8 @@ def disentangled_scores(
         terms: how many kinds of score there are, content included; it scales all of them.
     """
     scale = score_scale(query.shape[-1], terms, query.dtype)
-    length = query.shape[1]
     scores = torch.bmm(query, key.transpose(-1, -2) / scale)
-    if tables is None or relative is None:
-        return scores
-    position: Tensor | None = None
-    if tables.key is not None:
-        position = _looked_up(query, tables.key, relative.index_for(length), scale)
-    if tables.query is not None:
-        index = relative.index_for(length, by_key=True)
-        from_keys = _looked_up(key, tables.query, index, scale).transpose(-1, -2)
-        position = from_keys if position is None else position + from_keys
-    return scores if position is None else scores + position
+    return _with_positions(scores, query, key, tables, relative, partial(_looked_up, scale=scale))
 
 
 def query_scaled_scores(
@@ -104,21 +96,30 @@ def query_scaled_scores(
         relative: which table row belongs to each pair of tokens.
         terms: how many kinds of score there are, content included; it scales all of them.
     """
-    length = query.shape[2]
-    scale = score_scale(query.shape[-1], terms, query.dtype)
-    query = query / scale
+    query = query / score_scale(query.shape[-1], terms, query.dtype)
     scores = torch.matmul(query, key.transpose(-1, -2))
+
+    def look_up(states: Tensor, table: Tensor, index: Tensor) -> Tensor:
+        assert relative is not None
+        products = torch.matmul(states, table[None].transpose(-1, -2))
+        return torch.gather(products, -1, (index - relative.reached.start).expand(scores.shape))
+
+    return _with_positions(scores, query, key, tables, relative, look_up)
+
+
+def _with_positions(
+    scores: Tensor, query: Tensor, key: Tensor, tables: PositionTables | None, relative: Relative | None,
+    look_up: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """Return scores with those of distances; ``look_up(states, table, index)`` has a row by the token that looks up."""
     if tables is None or relative is None:
         return scores
-    shape = (*query.shape[:3], length)
     position: Tensor | None = None
     if tables.key is not None:
-        index = relative.index_for(length) - relative.reached.start
-        position = torch.gather(torch.matmul(query, tables.key[None].transpose(-1, -2)), -1, index.expand(shape))
+        position = look_up(query, tables.key, relative.index_for(query.shape[-2]))
     if tables.query is not None:
-        index = relative.index_for(length, by_key=True) - relative.reached.start
-        products = torch.matmul(key, tables.query[None].transpose(-1, -2))
-        from_keys = torch.gather(products, -1, index.expand(shape)).transpose(-1, -2)
+        index = relative.index_for(query.shape[-2], by_key=True)
+        from_keys = look_up(key, tables.query, index).transpose(-1, -2)
         position = from_keys if position is None else position + from_keys
     return scores if position is None else scores + position
 
