@@ -96,15 +96,11 @@ def encoder(c: DistilBertConfig) -> Graph:
     return chain(bert.embeddings(c), stack(blocks))
 
 
-def _classification(c: DistilBertConfig, num_labels: int) -> Graph:
-    return task_heads.first_token_mlp(
-        c.hidden_size, num_labels, dropout_in=None, activation="relu", dropout_out=c.classifier_dropout
-    )
-
-
 HEADS = {
     "sequence_classification": FamilyHead(
-        body=_classification,
+        body=lambda c, labels: task_heads.first_token_mlp(
+            c.hidden_size, labels, dropout_in=None, activation="relu", dropout_out=c.classifier_dropout
+        ),
         keys=(KeyRow("head.dense", "pre_classifier"), KeyRow("head.classifier", "classifier")),
         classifier="head.classifier",
     ),

@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.families import bert, electra
-from flodl_hf.families.schema import FamilyHead, PassthroughTensor
+from flodl_hf.families import bert, electra, roberta
+from flodl_hf.families.schema import PassthroughTensor
 from flodl_hf.families.schema.config_rows import IgnoredKey, Row, boolean, changed
 from flodl_hf.families.schema.keys import KeyRow, rows_under
 from flodl_hf.nn.attention.rotary import PairedRotary
@@ -110,12 +110,11 @@ def encoder(c: RoFormerConfig) -> Graph:
 
 
 HEADS = {
-    "sequence_classification": FamilyHead(
+    "sequence_classification": replace(
+        roberta.HEADS["sequence_classification"],
         body=lambda c, labels: task_heads.first_token_mlp(
             c.hidden_size, labels, dropout_in=c.hidden_dropout, activation=c.activation, dropout_out=c.hidden_dropout
         ),
-        keys=(KeyRow("head.dense", "classifier.dense"), KeyRow("head.classifier", "classifier.out_proj")),
-        classifier="head.classifier",
     ),
     "token_classification": bert.HEADS["token_classification"],
     "question_answering": bert.HEADS["question_answering"],

@@ -136,11 +136,12 @@ def _inside(folder: str, name: str) -> str:
 
 def surroundings(model: GraphModel) -> dict[str, bytes]:
     """Return the files other than weights, by file name: configuration, tokenizer, a recipe of sentence vectors."""
-    found = {
-        _inside(inside, name): data
-        for inside, part in _parts(model).items()
-        for name, data in ({"config.json": config_text(part).encode()} | _tokenizer_files(part)).items()
-    }
+    found: dict[str, bytes] = {}
+    for inside, part in _parts(model).items():
+        stored = {} if part.source is None else part.source.tokenizer_files
+        tokenizer = stored if part.tokenizer is None else part.tokenizer.files()
+        files = {"config.json": config_text(part).encode(), **tokenizer}
+        found |= {_inside(inside, name): data for name, data in files.items()}
     return found | _recipe(model)
 
 
@@ -289,12 +290,6 @@ def config_text(model: GraphModel) -> str:
 def architecture(model: GraphModel) -> str:
     """Return the class name that transformers loads this model with."""
     return model.config.family.class_prefix + task_named(model.head).hf_suffix
-
-
-def _tokenizer_files(model: GraphModel) -> dict[str, bytes]:
-    if model.tokenizer is not None:
-        return model.tokenizer.files()
-    return {} if model.source is None else dict(model.source.tokenizer_files)
 
 
 def _recipe(model: GraphModel) -> dict[str, bytes]:

@@ -28,11 +28,6 @@ def size_text(nbytes: int) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def count_text(number: int) -> str:
-    """Return a number of parameters for people: ``109.5 million``."""
-    return f"{number / 1e6:.1f} million" if number >= 1_000_000 else f"{number:,}"
-
-
 class TransformersMethods(GraphModel):
     """Methods of models other than their task, with the names of transformers' ``PreTrainedModel``."""
 
@@ -168,7 +163,8 @@ class TransformersMethods(GraphModel):
     def _summary(self) -> dict[str, Any]:
         """Return a short description of the model as a mapping."""
         config, encoder = self.config, self.config.encoder
-        size = f"{count_text(self.num_parameters())} ({size_text(self.get_memory_footprint())})"
+        count = self.num_parameters()
+        number = f"{count / 1e6:.1f} million" if count >= 1_000_000 else f"{count:,}"
         names = list(config.labels)
         labelled = self.head.endswith("classification")
         untrained = self.untrained
@@ -176,7 +172,7 @@ class TransformersMethods(GraphModel):
         found = {
             "family": config.model_type,
             "layers": f"{encoder.num_layers} of width {encoder.hidden_size}",
-            "parameters": size,
+            "parameters": f"{number} ({size_text(self.get_memory_footprint())})",
             "dtype": ", ".join(sorted(dtypes)),
             "device": str(next(self.parameters()).device),
             "labels": ", ".join(names[:6]) + (f", ... {len(names)} in all" if len(names) > 6 else "")

@@ -179,7 +179,7 @@ class Adapters:
             owner, leaf = _owner(graph, path)
             module: Any = graph.get_submodule(path)
             before.modules[path] = module
-            setattr(owner, leaf, _with(module, part.train(module.training)))
+            setattr(owner, leaf, KINDS[type(part)](module, part.train(module.training)))
         for tensor, parameter in adapter.kept.items():
             before.tensors[tensor] = named[tensor]
             _set(graph, tensor, parameter)
@@ -273,7 +273,7 @@ class Adapters:
             linear.weight.data = weight.to(home)
             if bias is not None:
                 linear.bias.data = bias.to(home)
-            setattr(owner, leaf, _with(linear, part.to(home).train(linear.training)))
+            setattr(owner, leaf, KINDS[type(part)](linear, part.to(home).train(linear.training)))
         self.merged = False
 
     def settle(self, model: GraphModel) -> None:
@@ -322,10 +322,6 @@ class Adapters:
 def adapters_of(model: GraphModel) -> Adapters:
     """Return the adapters of a model."""
     return model.__dict__.setdefault("_adapters", Adapters())
-
-
-def _with(module: nn.Module, part: Part) -> nn.Module:
-    return KINDS[type(part)](module, part)
 
 
 def _owner(graph: nn.Module, path: str) -> tuple[nn.Module, str]:

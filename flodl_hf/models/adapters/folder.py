@@ -60,6 +60,9 @@ ENDS: Mapping[type[nn.Module], Mapping[str, str]] = {
 """What names of tensors in the file end with, by kind of part and attribute."""
 ATTRIBUTES = {f"{LENGTHS}.weight": "magnitude", **{end: name for ends in ENDS.values() for name, end in ends.items()}}
 
+Stored = Mapping[str, Mapping[str, Tensor]]
+"""Tensors of the file by transformers' path and attribute of the part."""
+Parts = dict[str, Part]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -163,11 +166,11 @@ class AdapterFolder:
                     found.setdefault(path, {})[ATTRIBUTES[end]] = tensor.float()
             else:
                 kept[_bare(inner)] = tensor
-        parts: dict[str, Part] = {}
+        parts: Parts = {}
         if isinstance(self.settings, (Prompt, Prefix)):
             parts = self._virtual(model, self.settings, problems)
         else:
-            parts = self._beside(model, sites, found, self.settings, problems)
+            parts = self._beside(model, sites, found, problems)
         held, strange = _kept(model, kept, self.values.get("modules_to_save") or (), self.prefix)
         problems += strange
         headless = [name for name in model.untrained if name not in held]
@@ -193,7 +196,7 @@ class AdapterFolder:
             read_recipe(self.path), self.head.get("activation_fn"),
         )  # fmt: skip
 
-    def _virtual(self, model: GraphModel, settings: Prompt | Prefix, problems: list[str]) -> dict[str, Part]:
+    def _virtual(self, model: GraphModel, settings: Prompt | Prefix, problems: list[str]) -> Parts:
         """Return the parts with virtual tokens; add problems to ``problems``."""
         encoder, words = cast("Any", model.config.encoder), cast("Any", model.graph.get_submodule(WORDS))
         width = words.embedding_dim if isinstance(settings, Prompt) else 2 * encoder.num_layers * encoder.hidden_size
@@ -210,16 +213,10 @@ class AdapterFolder:
             return {WORDS: PromptPart(nn.Parameter(whole.float().contiguous()))}
         return prefix_parts(model, whole.float())
 
-    def _beside(
-        self,
-        model: GraphModel,
-        sites: Mapping[str, Site],
-        stored: Mapping[str, Mapping[str, Tensor]],
-        settings: Lora | IA3,
-        problems: list[str],
-    ) -> dict[str, Part]:
+    def _beside(self, model: GraphModel, sites: Mapping[str, Site], stored: Stored, problems: list[str]) -> Parts:
         """Return the parts of projections; add problems to ``problems``."""
-        parts: dict[str, Part] = {}
+        settings = cast("Lora | IA3", self.settings)
+        parts: Parts = {}
         if isinstance(settings, Lora):
             parts |= self._rows(model, sites, stored, settings, problems)
         wanted = targeted(self.values, sites, str(self.path / CONFIG))
@@ -237,19 +234,14 @@ class AdapterFolder:
         return parts
 
     def _rows(
-        self,
-        model: GraphModel,
-        sites: Mapping[str, Site],
-        stored: Mapping[str, Mapping[str, Tensor]],
-        settings: Lora,
-        problems: list[str],
-    ) -> dict[str, Part]:
+        self, model: GraphModel, sites: Mapping[str, Site], stored: Stored, settings: Lora, problems: list[str]
+    ) -> Parts:
         """Return the rows of tokens by our paths of the tables; problems are added to ``problems``."""
         expected = tables_of_tokens(model, settings.trainable_token_indices, sites)
         for path in sorted(expected.keys() ^ {path for path, tensors in stored.items() if "rows" in tensors}):
             fault = "missing, although" if path in expected else "there, although no id of"
             problems.append(f"{PREFIX}{path}.token_adapter.trainable_tokens_delta: {fault} trainable_token_indices")
-        parts: dict[str, Part] = {}
+        parts: Parts = {}
         for path, ids in expected.items():
             rows = stored.get(path, {}).get("rows")
             if rows is None:
@@ -264,7 +256,7 @@ class AdapterFolder:
 
     def _parts(
         self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: Lora | IA3, problems: list[str]
-    ) -> dict[str, Part]:
+    ) -> Parts:
         """Return the parts of one projection or table by our paths; problems are added to ``problems``."""
         if isinstance(settings, IA3):
             rank, scale, on_input = 0, 1.0, settings.on_input(site.theirs)

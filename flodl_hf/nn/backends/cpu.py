@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.attention.dot_product import Kernel, SelfAttention, attend_first
 from flodl_hf.nn.attention.prefixes import PrefixedAttention
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer as Layer
 from flodl_hf.nn.layers.encoder_layer import FeedForward
 from flodl_hf.nn.layers.norms import normalised
 from flodl_hf.nn.layers.parts import joined_bias
-from flodl_hf.nn.layers.table import Layer, Table, watched
+from flodl_hf.nn.layers.table import Table, watched
 from flodl_hf.nn.layout.layouts import Layout
 
 if TYPE_CHECKING:

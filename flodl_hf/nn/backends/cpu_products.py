@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -60,22 +60,6 @@ class Scratch(threading.local):
         return found[:numbers].view(rows, columns)
 
 
-class Product(Protocol):
-    """``x W^T + b`` for one weight, ``(T, I)`` to ``(T, O)``."""
-
-    def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
-        """Return the product, in the scratch buffer of this name where the kernel can write there."""
-        ...
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the product plus ``other``, ``(T, O)``, in new memory."""
-        ...
-
-    def activated(self, x: Tensor, activation: str, buffer: str) -> Tensor:
-        """Return the activation of the product."""
-        ...
-
-
 def activate_(x: Tensor, activation: str) -> Tensor:
     """Return the activation of ``x``, in the memory of ``x`` where that is cheaper."""
     tanh = GELUS.get(activation)
@@ -109,7 +93,7 @@ class TorchLinear:
         self._turned = self.weight.t()
 
     def __call__(self, x: Tensor, buffer: str = "") -> Tensor:
-        """Return the product."""
+        """Return the product, in the scratch buffer of this name if there is one."""
         if not buffer or self.bias is None:
             return F.linear(x, self.weight, self.bias)
         out = self._scratch.take(buffer, x.shape[0], self.weight.shape[0], x.dtype)
@@ -231,6 +215,10 @@ class Int8Linear:
         return torch.ops.onednn.qlinear_pointwise(
             whole, 1.0, 0, self._packed, self._scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
+
+
+Product = TorchLinear | OneDnnLinear | Int8Linear
+"""``x W^T + b`` for one weight, ``(T, I)`` to ``(T, O)``."""
 
 
 @cache

@@ -21,9 +21,10 @@ from flodl_hf.nn.attention.distances import DistanceBias
 from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.backends.cpu import Branch, plain_parts
 from flodl_hf.nn.layers.activations import GELUS
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer as Layer
 from flodl_hf.nn.layers.norms import StepwiseNorm, normalised
 from flodl_hf.nn.layers.parts import joined_bias
-from flodl_hf.nn.layers.table import Layer, Table
+from flodl_hf.nn.layers.table import Table
 from flodl_hf.nn.layout.layouts import Layout, Packed
 
 # Up to this length a block of tokens covers about a text, and iterating over tokens beats iterating over texts.
@@ -113,7 +114,8 @@ class CudaTable(Table):
         weight, bias = self._joined[id(attention)]
         sizes = [part.out_features for part in (attention.query, attention.key, attention.value)]
         joined = self.times(hidden, weight, bias, layout)
-        ours = self._serves(attention, layout)
+        # Whether our kernels take queries and keys as they are.
+        ours = self.kernels and type(attention) is SelfAttention and isinstance(layout, Packed)
         rotary = attention.rotary if ours else None
         mixes = ours and joined.numel() < OFFSETS and self._mixes(attention, hidden, layout, kwargs)
         angles = None if rotary is None else rotary.angles(joined, layout)
@@ -137,7 +139,7 @@ class CudaTable(Table):
                 bias=None if distances is None else distances.along(layout.max_length, hidden.device),
             )  # fmt: skip
         else:
-            turned = {} if rotary is None else {"placed": True}
+            turned: dict[str, Any] = {} if rotary is None else {"placed": True}
             mixed = attention.mixed(query, key, value, layout, **kwargs, **turned, fast=True)
         return Branch(layout.first(mixed) if first else mixed, attention.output)
 
@@ -147,10 +149,6 @@ class CudaTable(Table):
 
     def _by(self, linear: nn.Linear, states: Any, layout: Layout) -> Tensor:
         return self.times(states, linear.weight, linear.bias, layout)
-
-    def _serves(self, attention: Any, layout: Layout) -> bool:
-        """Return whether our kernels take queries and keys as they are."""
-        return self.kernels and type(attention) is SelfAttention and isinstance(layout, Packed)
 
     def _mixes(self, attention: Any, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any]) -> bool:
         """Return whether attention runs on our kernel."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from flodl_hf.nn.backends.cpu import Branch
 from flodl_hf.nn.backends.cuda import CudaTable
 from flodl_hf.nn.layers.activations import GELUS
-from flodl_hf.nn.layers.table import Layer
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer as Layer
 from flodl_hf.nn.layout.layouts import Layout
 
 if TYPE_CHECKING:

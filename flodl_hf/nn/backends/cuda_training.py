@@ -21,8 +21,9 @@ from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.backends.cpu import layer_linears, plain_parts
 from flodl_hf.nn.backends.cuda import HEAD_WIDTHS, OFFSETS, WIDEST, norm_kind, walks
 from flodl_hf.nn.layers.activations import GELUS
+from flodl_hf.nn.layers.encoder_layer import EncoderLayer as Layer
 from flodl_hf.nn.layers.encoder_layer import FeedForward
-from flodl_hf.nn.layers.table import TORCH, Layer, Table, watched
+from flodl_hf.nn.layers.table import TORCH, Table, watched
 from flodl_hf.nn.layout.layouts import Layout, Packed
 
 # Streams of random numbers of one layer: its heads, then what follows attention and what ends the layer.

@@ -7,29 +7,16 @@ last product leaves that product undone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from flodl_hf.nn.adapter_layers.module_replacement import hooked
 from flodl_hf.nn.layout.layouts import Layout
 
-
-class Layer(Protocol):
-    """Parts of a layer that a table reads: `flodl_hf.nn.layers.encoder_layer.EncoderLayer`."""
-
-    @property
-    def attention(self) -> nn.Module: ...  # noqa: D102
-    @property
-    def attention_norm(self) -> nn.Module: ...  # noqa: D102
-    @property
-    def feed_forward(self) -> nn.Module: ...  # noqa: D102
-    @property
-    def feed_forward_norm(self) -> nn.Module: ...  # noqa: D102
-    @property
-    def order(self) -> Literal["post", "pre"]: ...  # noqa: D102
-    def children(self) -> Iterator[nn.Module]: ...  # noqa: D102
+if TYPE_CHECKING:
+    from flodl_hf.nn.layers.encoder_layer import EncoderLayer as Layer
 
 
 class Table:

@@ -52,11 +52,6 @@ def _products(states: Tensor, table: Tensor | None) -> Tensor | None:
     return None if table is None else torch.bmm(states.transpose(0, 1), table.transpose(1, 2))
 
 
-def _whole(q: Tensor, longest: int) -> bool:
-    """Return whether one tile of keys covers any text, so that one kernel computes all gradients."""
-    return q.element_size() == 2 and q.shape[-1] <= 64 and longest <= TILES["whole"][0].keys
-
-
 def _options(q: Tensor, longest: int, offsets: Tensor | None, kernel: str) -> tuple[int, dict[str, Any]]:
     """Return the number of texts, and the compile-time constants of the kernels."""
     width = q.shape[-1]
@@ -165,7 +160,8 @@ def _backward(
         scale,
         dropout,
     )
-    whole = _whole(q, longest)
+    # Whether one tile of keys covers any text, so that one kernel computes all gradients.
+    whole = q.element_size() == 2 and width <= 64 and longest <= TILES["whole"][0].keys
     if not whole:
         texts, options = _options(q, longest, offsets, "queries")
         kernels.backward_queries[(-(-longest // options["BM"]) * heads * texts,)](
