@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from flodl.graph import Graph
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.families.schema.config_rows import Row, activation, count, epsilon, fraction, optional, padding_id
@@ -104,6 +106,11 @@ def embeddings(c: Any, size: int | None = None, kind: type[Embeddings] = Embeddi
         "norm_eps": c.norm_eps, "dropout": c.hidden_dropout, "max_positions": c.max_positions,
         "type_vocab_size": getattr(c, "type_vocab_size", 0), "pad_token_id": c.pad_token_id, **changes,
     })  # fmt: skip
+
+
+def widening(c: Any) -> nn.Linear | None:
+    """Return the projection of embeddings that are narrower than states; None where they are not."""
+    return None if c.embedding_size == c.hidden_size else nn.Linear(c.embedding_size, c.hidden_size)
 
 
 def encoder(c: BertConfig) -> Graph:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
-
 from flodl.errors import ConfigError
 from flodl.graph import Graph
 from flodl_hf.families import bert
@@ -70,11 +68,8 @@ MASKED_LM_KEYS = (
 
 def encoder(c: ElectraConfig) -> Graph:
     """Return the graph from ids to token states."""
-    narrow = c.embedding_size != c.hidden_size
-    projection = nn.Linear(c.embedding_size, c.hidden_size) if narrow else None
-    return chain(
-        bert.embeddings(c, c.embedding_size), stack(bert_block(c) for _ in range(c.num_layers)), projection=projection
-    )
+    layers = stack(bert_block(c) for _ in range(c.num_layers))
+    return chain(bert.embeddings(c, c.embedding_size), layers, projection=bert.widening(c))
 
 
 def _choices(c: ElectraConfig, _: int) -> Graph:

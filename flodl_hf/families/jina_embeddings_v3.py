@@ -141,19 +141,15 @@ TASKED_IGNORED_KEYS = (
 # fmt: on
 
 
-def _original(theirs: str) -> str:
-    """Return the name of a weight with adapters; the parametrization suffix precedes the last component."""
-    stem, mark, rest = theirs.partition("[")
-    return f"{stem}.parametrizations.weight{mark}{rest}.original"
-
-
 def _tasked_keys() -> tuple[KeyRow, ...]:
     """Return the family's rows, with each weight of a table or a projection under its name in files with adapters."""
     found = []
     for row in KEYS:
         found.append(row)
         if not row.ours.endswith("norm"):
-            found.append(KeyRow(f"{row.ours}.weight", _original(row.theirs)))
+            # The suffix of a parametrization precedes the last component.
+            stem, mark, rest = row.theirs.partition("[")
+            found.append(KeyRow(f"{row.ours}.weight", f"{stem}.parametrizations.weight{mark}{rest}.original"))
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from flodl.graph import Graph
 from flodl_hf.families import bert, electra, roberta
@@ -102,11 +102,9 @@ class RoFormerEmbeddings(Embeddings):
 
 def encoder(c: RoFormerConfig) -> Graph:
     """Return the graph from ids to token states."""
-    narrow = c.embedding_size != c.hidden_size
-    projection = nn.Linear(c.embedding_size, c.hidden_size) if narrow else None
     embeddings = bert.embeddings(c, c.embedding_size, RoFormerEmbeddings, max_positions=0, rotary=_rotary(c, held=True))
     blocks = (bert_block(c, attention={"rotary": _rotary(c), "fused": False}) for _ in range(c.num_layers))
-    return chain(embeddings, stack(blocks), projection=projection)
+    return chain(embeddings, stack(blocks), projection=bert.widening(c))
 
 
 HEADS = {

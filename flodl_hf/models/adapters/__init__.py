@@ -5,19 +5,6 @@
 the head that was trained with it. What adapters compute is in `flodl_hf.nn.adapter_layers` and `attention.prefixes`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt
+from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt
 
 __all__ = ["IA3", "Lora", "Prefix", "Prompt"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from flodl_hf.models.adapters import settings
-
-        return getattr(settings, name)
-    raise AttributeError(f"module 'flodl_hf.models.adapters' has no attribute {name!r}")

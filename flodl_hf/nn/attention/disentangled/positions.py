@@ -50,9 +50,16 @@ class Relative:
 
     @property
     def used(self) -> int:
-        """The number of rows of each sign that distances of the call can reach, or a few more."""
-        # Read by the kernels only: a length that an exporter left open has no hash.
-        return _used(self.length, self.table.shape[0] // 2, self.buckets, self.max_distance, self.reach)
+        """The number of rows of each sign that distances of the call can reach, in eights, or a few more."""
+        span, farthest = self.table.shape[0] // 2, self.length - 1
+        if farthest > self.reach and self.buckets > 0 and self.max_distance > 0:
+            # `bucketed`, and one more because logarithms are rounded differently here.
+            middle = self.buckets // 2
+            if self.max_distance - 1 <= middle:  # none between near and last: the reference's scale is 0 or below
+                return span
+            far = math.log(farthest / middle) / math.log((self.max_distance - 1) / middle) * (middle - 1)
+            farthest = middle + math.ceil(far) + 1
+        return min(span, -(-(farthest + 1) // 8) * 8)
 
     @property
     def near(self) -> bool:
@@ -141,19 +148,6 @@ def table_rows(length: int, span: int, buckets: int, max_distance: int, device: 
     if buckets > 0 and max_distance > 0:
         distance = bucketed(distance, buckets, max_distance).to(torch.long)
     return torch.clamp(distance + span, 0, 2 * span - 1)
-
-
-def _used(length: int, span: int, buckets: int, max_distance: int, reach: int) -> int:
-    """Return how many rows of each sign distances below ``length`` reach, in eights, at most all."""
-    farthest = length - 1
-    if farthest > reach and buckets > 0 and max_distance > 0:
-        # `bucketed`, and one more because logarithms are rounded differently here.
-        middle = buckets // 2
-        if max_distance - 1 <= middle:  # nothing between the near and the last: the reference's scale is 0 or below
-            return span
-        far = math.log(farthest / middle) / math.log((max_distance - 1) / middle) * (middle - 1)
-        farthest = middle + math.ceil(far) + 1
-    return min(span, -(-(farthest + 1) // 8) * 8)
 
 
 class RelativePositions(nn.Module):
