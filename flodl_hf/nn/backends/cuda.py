@@ -114,8 +114,7 @@ class CudaTable(Table):
         weight, bias = self._joined[id(attention)]
         sizes = [part.out_features for part in (attention.query, attention.key, attention.value)]
         joined = self.times(hidden, weight, bias, layout)
-        # Whether our kernels take queries and keys as they are.
-        ours = self.kernels and type(attention) is SelfAttention and isinstance(layout, Packed)
+        ours = self._serves(attention, layout)
         rotary = attention.rotary if ours else None
         mixes = ours and joined.numel() < OFFSETS and self._mixes(attention, hidden, layout, kwargs)
         angles = None if rotary is None else rotary.angles(joined, layout)
@@ -139,7 +138,7 @@ class CudaTable(Table):
                 bias=None if distances is None else distances.along(layout.max_length, hidden.device),
             )  # fmt: skip
         else:
-            turned: dict[str, Any] = {} if rotary is None else {"placed": True}
+            turned = {} if rotary is None else {"placed": True}
             mixed = attention.mixed(query, key, value, layout, **kwargs, **turned, fast=True)
         return Branch(layout.first(mixed) if first else mixed, attention.output)
 
@@ -149,6 +148,10 @@ class CudaTable(Table):
 
     def _by(self, linear: nn.Linear, states: Any, layout: Layout) -> Tensor:
         return self.times(states, linear.weight, linear.bias, layout)
+
+    def _serves(self, attention: Any, layout: Layout) -> bool:
+        """Return whether our kernels take queries and keys as they are."""
+        return self.kernels and type(attention) is SelfAttention and isinstance(layout, Packed)
 
     def _mixes(self, attention: Any, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any]) -> bool:
         """Return whether attention runs on our kernel."""
