@@ -17,9 +17,8 @@ from flodl.errors import ConfigError, nearest
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.settings import Settings
-from flodl_hf.nn.adapter_layers.lora import AdaptedLinear, LoraPart
+from flodl_hf.nn.adapter_layers.projections import AdaptedLinear, LoraPart, ScaledLinear, ScalePart
 from flodl_hf.nn.adapter_layers.prompts import PromptedEmbedding, PromptPart
-from flodl_hf.nn.adapter_layers.scaled import ScaledLinear, ScalePart
 from flodl_hf.nn.adapter_layers.tables import AdaptedEmbedding, RowsPart, TablePart
 from flodl_hf.nn.attention.prefixes import MadePrefixPart, PrefixedAttention, PrefixPart, ShiftedPositions, ShiftPart
 

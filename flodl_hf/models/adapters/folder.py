@@ -39,9 +39,8 @@ from flodl_hf.models.adapters.fresh import (
 )
 from flodl_hf.models.adapters.peft_file import of_pattern, read_settings, targeted, task_of
 from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
-from flodl_hf.nn.adapter_layers.lora import LoraPart
+from flodl_hf.nn.adapter_layers.projections import LoraPart, ScalePart
 from flodl_hf.nn.adapter_layers.prompts import WORDS, PromptPart
-from flodl_hf.nn.adapter_layers.scaled import ScalePart
 from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
 from flodl_hf.nn.layers.parts import as_whole, part_of, split
 

@@ -13,9 +13,8 @@ from flodl.errors import ConfigError, capped, nearest
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import Adapter, Part, Site
 from flodl_hf.models.adapters.settings import ALL_LINEAR, IA3, Lora, Prefix, Prompt, Settings, fits, listed
-from flodl_hf.nn.adapter_layers.lora import LoraPart
+from flodl_hf.nn.adapter_layers.projections import LoraPart, ScalePart
 from flodl_hf.nn.adapter_layers.prompts import WORDS, BiLstmEncoder, PromptPart
-from flodl_hf.nn.adapter_layers.scaled import ScalePart
 from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
 from flodl_hf.nn.attention.prefixes import MadePrefixPart, PrefixMaker, PrefixPart, ShiftPart
 from flodl_hf.nn.layers.parts import as_whole, join, part_of, split

@@ -22,7 +22,7 @@ from flodl_hf.inference.inputs import Encoded
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.models.adapters.attach import Adapter, Adapters
 from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt
-from flodl_hf.nn.adapter_layers.lora import LoraPart
+from flodl_hf.nn.adapter_layers.projections import LoraPart
 from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.layout.layouts import Packed
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.nn.adapter_layers.lora import AdaptedLinear, beside
+from flodl_hf.nn.adapter_layers.projections import AdaptedLinear, beside
 from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
-from flodl_hf.nn.attention.dot_product import SelfAttention
 from flodl_hf.nn.backends.cpu import layer_linears, plain_parts
 from flodl_hf.nn.backends.cuda import HEAD_WIDTHS, OFFSETS, WIDEST, norm_kind, walks
 from flodl_hf.nn.layers.activations import GELUS
@@ -218,25 +217,18 @@ class TrainingTable(Table):
             rotary = attention.rotary if isinstance(layout, Packed) else None
             angles = None if rotary is None else rotary.angles(half, layout)
             with torch.autocast(kind, enabled=False):
-                mixed = self._mixed(attention, half, hidden.shape, layout, kwargs, carried, stream, angles)
+                mixed = self._mixed(attention, half, hidden, layout, kwargs, angles)
         return _Branch(
             mixed.reshape(-1, hidden.shape[-1]), attention.output, carried.halves[id(attention.output)],
             attention.dropout, stream + AFTER_ATTENTION,
         )  # fmt: skip
 
     def _mixed(
-        self,
-        attention: SelfAttention,
-        half: Tensor,
-        shape: torch.Size,
-        layout: Layout,
-        kwargs: Mapping[str, Any],
-        carried: _Carried,
-        stream: int,
-        angles: tuple[Tensor, Tensor] | None,
+        self, attention: Any, half: Tensor, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any], angles: Any
     ) -> Tensor:
         from flodl_hf.nn.kernels.operations import mixed, projected
 
+        carried = self._carried(layout)
         parts = (attention.query, attention.key, attention.value)
         weight, bias = carried.halves["joined"]
         biases: list[Tensor] = [] if bias is None else [part.bias for part in parts]
@@ -250,7 +242,6 @@ class TrainingTable(Table):
             from flodl_hf.nn.kernels.operations import turned
 
             rotary = attention.rotary
-            assert rotary is not None
             heads = attention.num_heads + attention.kv_heads * (1 + rotary.values)
             qkv = turned(
                 qkv, *angles, heads=heads, width=rotary.width, wide=rotary.widened, halves=rotary.halves
@@ -260,10 +251,10 @@ class TrainingTable(Table):
             assert isinstance(layout, Packed)
             assert layout.places is not None
             return mixed(
-                qkv, layout.places, layout.segment_ends(), carried.seed, heads=attention.num_heads, p=p, stream=stream,
-                window=attention.window,
+                qkv, layout.places, layout.segment_ends(), carried.seed, heads=attention.num_heads, p=p,
+                stream=carried.depth * STREAMS, window=attention.window,
             )  # fmt: skip
-        query, key, value = qkv.view(*shape[:-1], -1).split(sizes, dim=-1)
+        query, key, value = qkv.view(*hidden.shape[:-1], -1).split(sizes, dim=-1)
         return attention.mixed(query, key, value, layout, **kwargs, fast=True, placed=angles is not None)
 
     def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> _Branch:

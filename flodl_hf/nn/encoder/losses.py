@@ -11,15 +11,6 @@ from flodl_hf.errors import PredictError
 IGNORED_LABEL = -100  # the label of tokens that do not count
 
 
-def problem_type_of(stated: str | None, num_labels: int, labels: Tensor) -> str:
-    """Return the problem type: as stated, or inferred from the number of labels and their dtype."""
-    if stated is not None:
-        return stated
-    if num_labels == 1:
-        return "regression"
-    return "single_label_classification" if labels.dtype in (torch.long, torch.int) else "multi_label_classification"
-
-
 def classification_loss(logits: Tensor, labels: Tensor, problem_type: str | None) -> Tensor:
     """Return the mean loss of whole-text labels.
 
@@ -34,10 +25,12 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: str | None
     """
     num_labels = logits.shape[-1]
     labels = labels.to(logits.device)
-    kind = problem_type_of(problem_type, num_labels, labels)
-    if kind == "regression":
+    if problem_type is None and num_labels > 1:
+        single = labels.dtype in (torch.long, torch.int)
+        problem_type = "single_label_classification" if single else "multi_label_classification"
+    if problem_type in (None, "regression"):
         return F.mse_loss(logits.squeeze(), labels.squeeze()) if num_labels == 1 else F.mse_loss(logits, labels)
-    if kind == "multi_label_classification":
+    if problem_type == "multi_label_classification":
         return F.binary_cross_entropy_with_logits(logits, labels)
     return F.cross_entropy(logits.view(-1, num_labels), labels.view(-1))
 

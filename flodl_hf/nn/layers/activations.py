@@ -21,29 +21,17 @@ def _gelu_new(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(_TANH_SCALE * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-def _gelu_fast(x: Tensor) -> Tensor:
-    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
-
-
-def _gelu_python(x: Tensor) -> Tensor:
-    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
-
-
-def _laplace(x: Tensor) -> Tensor:
-    return 0.5 * (1.0 + torch.erf((x - 0.707107).div(0.282095 * math.sqrt(2.0))))
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_10": lambda x: torch.clip(F.gelu(x), -10, 10),
     "gelu_accurate": _gelu_new,
-    "gelu_fast": _gelu_fast,
+    "gelu_fast": lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
     "gelu_new": _gelu_new,
-    "gelu_python": _gelu_python,
+    "gelu_python": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
     "gelu_python_tanh": _gelu_new,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "hardswish": F.hardswish,
-    "laplace": _laplace,
+    "laplace": lambda x: 0.5 * (1.0 + torch.erf((x - 0.707107).div(0.282095 * math.sqrt(2.0)))),
     "leaky_relu": F.leaky_relu,
     "linear": lambda x: x,
     "mish": F.mish,

@@ -146,20 +146,8 @@ def _backward(
     d_qp, d_kp = (None if x is None else torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (qp, kp))
     dots = torch.empty_like(lse)
     kinds = _kinds(qp, kp, near, offsets, keep, dropout)
-    numbers = (
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        d_q.stride(0),
-        tokens,
-        longest,
-        rows,
-        middle,
-        reach,
-        heads,
-        scale,
-        dropout,
-    )
+    strides = (x.stride(0) for x in (q, k, v, d_q))
+    numbers = (*strides, tokens, longest, rows, middle, reach, heads, scale, dropout)
     # Whether one tile of keys covers any text, so that one kernel computes all gradients.
     whole = q.element_size() == 2 and width <= 64 and longest <= TILES["whole"][0].keys
     if not whole:
