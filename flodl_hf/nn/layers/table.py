@@ -8,43 +8,41 @@ last product leaves that product undone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from flodl_hf.nn.adapter_layers.module_replacement import hooked
 from flodl_hf.nn.layout.layouts import Layout
 
-if TYPE_CHECKING:
-    from flodl_hf.nn.layers.encoder_layer import EncoderLayer as Layer
-
 
 class Table:
     """Runs layers by torch's operations, to the bit as the reference implementation does.
 
-    Shapes: states are ``(batch, seq, hidden)`` or ``(tokens, hidden)``, as the layout has them.
+    Each ``layer`` is a `flodl_hf.nn.layers.encoder_layer.EncoderLayer`. States are ``(batch, seq, hidden)`` or
+    ``(tokens, hidden)``, as the layout has them.
     """
 
     name = "torch"
 
-    def lacks(self, layer: Layer) -> str | None:
+    def lacks(self, layer: Any) -> str | None:
         """Return why this table cannot run a layer, as half a sentence; None where it can."""
         return None
 
-    def begin(self, layer: Layer, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any]) -> Table:
+    def begin(self, layer: Any, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any]) -> Table:
         """Return the table that runs this call: this one, or `TORCH` if it does not support the call."""
         return self
 
-    def attend(self, layer: Layer, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any], first: bool) -> Any:
+    def attend(self, layer: Any, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any], first: bool) -> Any:
         """Return the attention branch over ``hidden``; with ``first`` only for each text's first token."""
         branch = layer.attention(hidden, layout=layout, **kwargs)
         return layout.first(branch) if first else branch
 
-    def transform(self, layer: Layer, hidden: Tensor, layout: Layout) -> Any:
+    def transform(self, layer: Any, hidden: Tensor, layout: Layout) -> Any:
         """Return the branch of the feed-forward part."""
         return layer.feed_forward(hidden)
 
-    def add(self, layer: Layer, branch: Any, residual: Tensor, layout: Layout) -> Tensor:
+    def add(self, layer: Any, branch: Any, residual: Tensor, layout: Layout) -> Tensor:
         """Return ``residual`` plus the result of a branch."""
         return residual + branch
 
@@ -52,12 +50,12 @@ class Table:
         """Return the normalised states."""
         return norm(hidden)
 
-    def add_norm(self, layer: Layer, norm: nn.Module, branch: Any, residual: Tensor, layout: Layout) -> Tensor:
+    def add_norm(self, layer: Any, norm: nn.Module, branch: Any, residual: Tensor, layout: Layout) -> Tensor:
         """Return the normalised sum (post-norm layers)."""
         return self.norm(norm, self.add(layer, branch, residual, layout), layout)
 
     def add_then_norm(
-        self, layer: Layer, norm: nn.Module, branch: Any, residual: Tensor, layout: Layout
+        self, layer: Any, norm: nn.Module, branch: Any, residual: Tensor, layout: Layout
     ) -> tuple[Tensor, Tensor]:
         """Return the sum, and it normalised (pre-norm layers)."""
         total = self.add(layer, branch, residual, layout)
@@ -78,6 +76,6 @@ def _reference() -> Table:
     return TORCH
 
 
-def watched(layer: Layer) -> bool:
+def watched(layer: Any) -> bool:
     """Return whether a part of a layer has hooks, which are called only with torch's operations."""
     return any(hooked(module) for part in layer.children() for module in part.modules())
