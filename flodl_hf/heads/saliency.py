@@ -64,19 +64,14 @@ class Saliency:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
-        return {
-            "text": list(self.text) if isinstance(self.text, tuple) else self.text,
-            "target": self.target,
-            "tokens": [
-                {"token": token, "start": start, "end": end, "side": side, "score": float(score)}
-                for token, (start, end), side, score in zip(
-                    self.tokens, self.spans, self.sides, self.scores, strict=True
-                )
-            ],
-            "score": self.score,
-            "baseline": self.baseline,
-            "gap": self.gap,
-        }
+        columns = zip(self.tokens, self.spans, self.sides, self.scores.tolist(), strict=True)
+        tokens = [
+            {"token": token, "start": start, "end": end, "side": side, "score": score}
+            for token, (start, end), side, score in columns
+        ]
+        text = list(self.text) if isinstance(self.text, tuple) else self.text
+        scores = {"score": self.score, "baseline": self.baseline, "gap": self.gap}
+        return {"text": text, "target": self.target, "tokens": tokens, **scores}
 
     def __repr__(self) -> str:
         order = np.argsort(-np.abs(self.scores))[:5]
@@ -195,11 +190,9 @@ class _Line:
     def score(self, at: float) -> float:
         """Return the score at a point: 0 is the baseline, 1 the text."""
         with torch.no_grad():
-            return float(self._scores(torch.tensor([at], device=self.end.device))[0])
+            return float(self._scores(self._embeds(torch.tensor([at], device=self.end.device)))[0])
 
-    def _scores(self, places: Tensor, embeds: Tensor | None = None) -> Tensor:
-        if embeds is None:
-            embeds = self._embeds(places)
+    def _scores(self, embeds: Tensor) -> Tensor:
         inputs = {name: value.expand(len(embeds), *value.shape[1:]) for name, value in self.inputs.items()}
         return self.score_of(self.model(inputs_embeds=embeds, **inputs))
 
@@ -216,7 +209,7 @@ class _Line:
             places = torch.as_tensor((points[part] + 1) / 2, device=self.end.device)
             embeds = self._embeds(places).detach().requires_grad_()
             with torch.enable_grad():
-                (grads,) = torch.autograd.grad(self._scores(places, embeds).sum(), embeds)
+                (grads,) = torch.autograd.grad(self._scores(embeds).sum(), embeds)
             share = torch.as_tensor(weights[part] / 2, device=self.end.device)
             total += ((grads.double() * way).sum(-1) * share[:, None]).sum(0)
         return total

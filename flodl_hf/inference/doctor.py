@@ -236,11 +236,8 @@ def _cuda_kernels(device: torch.device) -> Iterator[Finding]:
 def _files(around: Mapping[str, str]) -> Iterator[Finding]:
     home = Path(around.get("HF_HOME") or Path(around.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
     hub = Path(around.get("HF_HUB_CACHE") or home / "hub")
-    if hub.is_dir():
-        models = sum(1 for path in hub.iterdir() if path.name.startswith("models--"))
-        yield _folder("Hub cache", hub, f"{models} models at {hub}")
-    else:
-        yield _folder("Hub cache", hub, f"none yet; would be at {hub}")
+    models = sum(path.name.startswith("models--") for path in hub.iterdir()) if hub.is_dir() else 0
+    yield _folder("Hub cache", hub, f"{models} models at {hub}" if hub.is_dir() else f"none yet; would be at {hub}")
     own = around.get("FLODL_HF_CACHE") or str(Path(around.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flodl-hf")
     if own in ("0", "off"):
         advice = "unset FLODL_HF_CACHE, else every process tests kernels again"

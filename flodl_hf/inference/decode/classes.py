@@ -330,12 +330,8 @@ def decode_zero_shot(
         part = slice(place, place + len(candidates))
         scores = alone[part] if multi_label or len(candidates) == 1 else torch.softmax(together[part], 0)
         ordered, index = torch.sort(scores, descending=True, stable=True)
-        results.append(
-            [
-                Classification(candidates[int(i)], score, windows[place + int(i)])
-                for score, i in zip(ordered.tolist(), index.tolist(), strict=True)
-            ]
-        )
+        ranks = zip(map(int, index.tolist()), ordered.tolist(), strict=True)
+        results.append([Classification(candidates[i], score, windows[place + i]) for i, score in ranks])
     return results
 
 

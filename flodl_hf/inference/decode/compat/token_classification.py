@@ -80,16 +80,9 @@ def token_classification(
         else:
             pieces = [_word(group, aggregation_strategy, tokenizer) for group in _words(pieces)]
         if aggregation_strategy == "none":
+            names = ("score", "index", "word", "start", "end")
             entities = [
-                {
-                    "entity": labels[piece.label],
-                    "score": piece.score,
-                    "index": piece.index,
-                    "word": piece.word,
-                    "start": piece.start,
-                    "end": piece.end,
-                }
-                for piece in pieces
+                {"entity": labels[piece.label], **{name: getattr(piece, name) for name in names}} for piece in pieces
             ]
             found += [entity for entity in entities if entity["entity"] not in ignore_labels]
         else:
