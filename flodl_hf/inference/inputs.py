@@ -23,12 +23,12 @@ from flodl_hf.inference.token_table import (
 )  # fmt: skip
 from flodl_hf.tokenization.batch import check_batch
 from flodl_hf.tokenization.blocks import beginnings, replaced
-from flodl_hf.tokenization.rows import Cut, Overflow
+from flodl_hf.tokenization.cuts import Cut, Overflow
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.backend import Backend
     from flodl_hf.tokenization.blocks import Flat
-    from flodl_hf.tokenization.rows import Row
+    from flodl_hf.tokenization.cuts import Row
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
 T = TypeVar("T")

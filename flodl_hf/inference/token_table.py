@@ -1,8 +1,8 @@
 """Rows of tokens as flat arrays, made without an object for each row where that can be.
 
 Decides how a tokenizer's output becomes a `TokenTable`: ids of texts and the special tokens around them
-(`Frame`), encodings of the tokenizers library, or records. Leaves to others which texts need windows, and where those
-are cut.
+(`Frame`), encodings of the tokenizers library, or records; and which rows are too long. `flodl_hf.tokenization.cuts`
+decides where those are cut.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from flodl_hf.inference.decode.rows import TokenTable, integers
-from flodl_hf.tokenization.rows import Cut, Cuts, Overflow, divided_text, plan_cuts
+from flodl_hf.tokenization.cuts import Cut, Cuts, Overflow, divided_text, plan_cuts
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.blocks import Flat
-    from flodl_hf.tokenization.rows import Row
+    from flodl_hf.tokenization.cuts import Row
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
 _ZERO = np.zeros(1, np.int64)
@@ -283,7 +283,7 @@ def cut_table(
     Args:
         table: one row for each text or pair, with words if windows snap to them.
         limit: most tokens of a window, specials included; None leaves all rows whole.
-        cut: see `flodl_hf.tokenization.rows.plan_cuts`, as the following.
+        cut: see `flodl_hf.tokenization.cuts.plan_cuts`, as the following.
         overflow: windows, truncation or an error.
         stride: tokens that neighbouring windows share.
         snap: whether windows start and end between words.

@@ -64,7 +64,7 @@ def count_characters(items: Any) -> int:
 
 
 class Admission:
-    """Limits of the current requests.
+    """Admits requests, or refuses them with 429 if the limits of the current requests are reached.
 
     Args:
         settings: the limits.

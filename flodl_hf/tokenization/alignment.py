@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flodl.data.rng import Rng
 from flodl.errors import DataError, capped, nearest, printable
-from flodl_hf.tokenization.rows import Row
+from flodl_hf.tokenization.cuts import Row
 
 __all__ = ["align_tags", "join_words", "read_tags", "word_units"]
 

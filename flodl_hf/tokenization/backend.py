@@ -23,8 +23,8 @@ from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.blocks import Flat, Mark, in_blocks, mark_of, splits_at_spaces
 from flodl_hf.tokenization.charsmap import check_definition, strings_of
+from flodl_hf.tokenization.cuts import Row
 from flodl_hf.tokenization.guard import MAX_GROWTH, check_texts, growth, translated_errors
-from flodl_hf.tokenization.rows import Row
 from flodl_hf.tokenization.source import decode_text, parse_json
 from flodl_hf.tokenization.words import join, joins_words, rows_from_joined
 

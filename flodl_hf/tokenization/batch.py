@@ -11,8 +11,8 @@ from typing import Any
 from flodl.errors import nearest
 from flodl_hf.errors import OptionError, TokenizerError
 
+from .cuts import Cut
 from .guard import check_text
-from .rows import Cut
 
 # Names of transformers: which text is truncated, and the length to which rows are padded.
 TRUNCATIONS: dict[Any, Cut | None] = {

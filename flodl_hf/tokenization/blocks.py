@@ -31,7 +31,7 @@ Mark = tuple[str, int]
 
 # Most texts in a block, and about the fewest characters: each block costs an object, and texts of a block are tokenised
 # one after the other.
-MOST = 64
+MAX_TEXTS = 64
 LEAST_CHARS = 512
 _PROBES = ("a", "", "a, b", " b a ")
 
@@ -76,7 +76,7 @@ def in_blocks(
         cores: number of cores.
     """
     least = LEAST_CHARS * len(texts) // max(1, sum(map(len, texts)))
-    size = max(1, min(MOST, max(least, len(texts) // (8 * cores))))
+    size = max(1, min(MAX_TEXTS, max(least, len(texts) // (8 * cores))))
     return _ids_of(texts, mark, lambda blocks: run(blocks, size), size)
 
 

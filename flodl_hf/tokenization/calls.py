@@ -26,8 +26,8 @@ from .batch import (
     option,
 )  # fmt: skip
 from .blocks import beginnings
+from .cuts import Cut, Overflow, Row, cut_each, with_space
 from .encoded import Encoded
-from .rows import Cut, Overflow, Row, cut_each, with_space
 from .vocabulary import Vocabulary
 from .words import JOINED
 

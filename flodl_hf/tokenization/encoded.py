@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from .rows import Row
+from .cuts import Row
 
 
 class Encoded(UserDict[str, Any]):

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from .rows import Row
+from .cuts import Row
 
 JOINED = (
     "is_split_into_words: this tokenizer marks a word by the space before it, so words are joined by spaces. "

@@ -40,7 +40,7 @@ MASKED = ("masked_lm", "pretraining", "replaced_tokens")
 MASKING = ("concatenate", "whole_words", "mask_probability", "generator")
 
 
-def papers(job: Job, result: FinetuneResult, predictions: EvalPredictions | None = None) -> dict[str, bytes]:
+def metadata_files(job: Job, result: FinetuneResult, predictions: EvalPredictions | None = None) -> dict[str, bytes]:
     """Return the metadata files of a trained model, as a mapping of file names to contents.
 
     Args:

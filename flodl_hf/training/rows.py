@@ -343,7 +343,7 @@ class RowBuilder:
         """Add one window.
 
         Args:
-            row: a `flodl_hf.tokenization.rows.Row`.
+            row: a `flodl_hf.tokenization.cuts.Row`.
             owner: the example that it is a window of.
             columns: further values, one for each token.
             ids: token ids in place of the row's.

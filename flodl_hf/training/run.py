@@ -36,7 +36,7 @@ from flodl_hf.errors import ExportError
 from flodl_hf.models.adapters.write import contents_of
 from flodl_hf.models.saving import write_contents
 from flodl_hf.training.batching import as_before
-from flodl_hf.training.card import papers
+from flodl_hf.training.card import metadata_files
 from flodl_hf.training.data import is_several
 from flodl_hf.training.evaluation import EvalPredictions, Own, collect_predictions
 from flodl_hf.training.job import Job, plan_job, read_arguments
@@ -257,7 +257,7 @@ def _train(
     )  # fmt: skip
     job.timing.mark("train")
     if written is not None:
-        files = papers(job, result, predictions)
+        files = metadata_files(job, result, predictions)
         if result.generator is None:
             model.save_pretrained(written, overwrite=overwrite, extra_files=files)
         else:

@@ -20,7 +20,7 @@ from flodl_hf.tokenization.alignment import (
     tags_of_spans,
     word_units,
 )
-from flodl_hf.tokenization.rows import Cut, Row, cut_each
+from flodl_hf.tokenization.cuts import Cut, Row, cut_each
 
 LABELS = {"O": 0, "B-per": 1, "I-per": 2, "B-loc": 3, "I-loc": 4}
 NAMES = list(LABELS)

@@ -1,6 +1,7 @@
 """``config.json`` as read: the family's typed settings, labels, and the source text.
 
-Decides what is common to all families: labels, problem type, ties. A family's own rows are in its file. The source
+Decides what is common to all families: labels, problem type, ties. A family's own rows are in its file, and
+`flodl_hf.families.schema.config_rows` refuses keys that no row reads. The source
 text is stored, so that export writes it back and patches only the changes.
 """
 
@@ -164,8 +165,8 @@ class ModelConfig:
         notes: list[str] = []
         labels = label_names(source, problems, notes, overruled)
         thresholds, activation = thresholds_of(source.get(LABEL_THRESHOLDS), labels, notes), stored_activation(source)
-        oddities = _told(odd or Odd(), source, family, problems, ignore_config_keys, strict=strict_config)
-        decide = Triage(
+        oddities = _odd_keys(odd or Odd(), source, family, problems, ignore_config_keys, strict=strict_config)
+        triage = Triage(
             (*family.rows, *_SHARED_ROWS),
             (*family.ignored_keys, *COMMON_IGNORED_KEYS),
             FOREIGN,
@@ -173,7 +174,7 @@ class ModelConfig:
             _LABEL_KEYS,
             overruled,
         )
-        notes += decide(source, fields, problems, ignore_config_keys, strict=strict_config)
+        notes += triage(source, fields, problems, ignore_config_keys, strict=strict_config)
         notes += [f"{said}; it is ignored, as by transformers" for said in overruled or ()]
         notes += oddities
         notes += [f"{key}: absent, taken as {value}, as by transformers" for key, value in left_out.items()]
@@ -450,7 +451,7 @@ def family_of(source: Mapping[str, Any], name: str) -> Family:
     )
 
 
-def _told(
+def _odd_keys(
     odd: Odd, source: Mapping[str, Any], family: Family, problems: list[str], ignore: Sequence[str], *, strict: bool
 ) -> list[str]:
     """Return notes on duplicate keys and NaN in unread keys; in other keys they are added to the problems."""

@@ -241,7 +241,7 @@ def _off(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Triage:
-    """The rules for keys that no row reads.
+    """Decides on keys that no row reads: ignored with a note, or refused.
 
     Args:
         rows: the family's rows and the shared ones.
@@ -269,7 +269,7 @@ class Triage:
         *,
         strict: bool = False,
     ) -> list[str]:
-        """Return notes on keys without effect; faults are added to ``problems``.
+        """Refuse keys that would change results, by adding to ``problems``; return notes on keys without effect.
 
         Keys that begin with an underscore are ignored, and so are unknown keys that are switched off (null, false, or
         an empty list, text or table).

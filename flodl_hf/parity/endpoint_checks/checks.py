@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flodl_hf.parity.endpoint_checks.reference import QUERY, Reference, Way, describe
+from flodl_hf.parity.endpoint_checks.reference import QUERY, Reference, Variant, describe
 from flodl_hf.parity.endpoint_checks.targets import Target, TargetError, open_target
 
 Status = Literal["equal", "rounded", "differs", "not run"]
@@ -131,7 +131,7 @@ class Comparison:
 
     def __init__(self, target: Target, reference: Reference, tolerance: float = TOLERANCE) -> None:
         self.target, self.reference, self.tolerance = target, reference, tolerance
-        self.right: Way = {"scaled": True} if reference.task == "vectors" and target.scales else {}
+        self.right: Variant = {"scaled": True} if reference.task == "vectors" and target.scales else {}
         self.way = self.right
         self.texts = _fitting(reference)
 
@@ -252,7 +252,7 @@ class Comparison:
         ranking = self.reference.task == "ranking"
         least = 2 + len(self.reference.token_ids([QUERY])[0]) if ranking else 0
         sizes = sorted({limit, *(size for size in _CUTS if least < size < limit)}, reverse=True)
-        ways: list[Way] = [self.way | {"limit": size} for size in sizes]
+        ways: list[Variant] = [self.way | {"limit": size} for size in sizes]
         if not ranking:
             ways += [way | {"left": True} for way in ways]
         tried = [(_distance(found, self.reference.answers([text], way)), _cut(way)) for way in ways]
@@ -282,8 +282,8 @@ class Comparison:
         return [other if moved and own[i] > apart[i, other] + self.tolerance else i for i, other in enumerate(best)]
 
     def _explained(
-        self, actual: np.ndarray, expected: np.ndarray, items: Sequence[str], ways: Iterable[Way], base: Way
-    ) -> tuple[_Outcome, Way]:
+        self, actual: np.ndarray, expected: np.ndarray, items: Sequence[str], ways: Iterable[Variant], base: Variant
+    ) -> tuple[_Outcome, Variant]:
         """Return the outcome, with the mistake nearest to the endpoint's output, and the settings that explain it.
 
         Args:
@@ -311,7 +311,7 @@ class Comparison:
             return ("rounded", difference, cause), base
         return ("differs", difference, "none of the known mistakes gives these numbers"), base
 
-    def _rounding(self, items: Sequence[str], way: Way) -> float:
+    def _rounding(self, items: Sequence[str], way: Variant) -> float:
         """Return how far answers in bfloat16 are from those in float32."""
         exact = self.reference.answers(items, way)
         return _distance(self.reference.answers(items, way | {"half": True}), exact)
@@ -334,7 +334,7 @@ def _fitting(reference: Reference) -> list[str]:
     return found
 
 
-def _cut(way: Way) -> str:
+def _cut(way: Variant) -> str:
     return f"it is cut {'at its beginning ' if way.get('left') else ''}to {way['limit']} tokens"
 
 

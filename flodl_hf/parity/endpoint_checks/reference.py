@@ -20,7 +20,7 @@ QUERY = "where does the river rise"
 """Query of every ranking."""
 _POOLINGS = ("mean", "cls", "max", "last_token", "mean_sqrt_len", "pooler")
 
-Way = dict[str, Any]
+Variant = dict[str, Any]
 """The settings of a computation that differ from the right ones; none for the right computation.
 
 The keys of `_CAUSES`, and ``padded`` (number of tokens that texts are filled up to), ``limit`` (number of tokens that
@@ -42,7 +42,7 @@ _CAUSES: dict[str, Callable[[Any], str]] = {
 }
 
 
-def describe(way: Way, right: Way) -> str:
+def describe(way: Variant, right: Variant) -> str:
     """Return a description of the settings that differ from the right ones."""
     return " and ".join(
         cause(way[name]) for name, cause in _CAUSES.items() if name in way and way[name] != right.get(name)
@@ -85,14 +85,14 @@ class Reference:
         self.limit: int | None = self.model._most_tokens(self.recipe.max_tokens if self.recipe else None)
         self._models: dict[tuple[bool, bool], Any] = {(False, False): self.model}
 
-    def token_ids(self, texts: Sequence[str], way: Way | None = None) -> list[list[int]]:
+    def token_ids(self, texts: Sequence[str], way: Variant | None = None) -> list[list[int]]:
         """Return ids of texts, without prompts."""
         way = way or {}
         given = [text.lower() for text in texts] if way.get("lower") else list(texts)
         rows = self.model.tokenizer.encode_rows(given, add_special_tokens=way.get("special", True), offsets=False)
         return [list(row.ids) for (row,) in rows]
 
-    def predicted(self, items: Sequence[str], way: Way | None = None, *, windows: bool = False) -> np.ndarray:
+    def predicted(self, items: Sequence[str], way: Variant | None = None, *, windows: bool = False) -> np.ndarray:
         """Return what the model's own methods predict, ``(items, numbers)``.
 
         Args:
@@ -114,11 +114,11 @@ class Reference:
         return np.array([[one.score] for one in found])
 
     @torch.inference_mode()
-    def answers(self, items: Sequence[str], way: Way | None = None) -> np.ndarray:
+    def answers(self, items: Sequence[str], way: Variant | None = None) -> np.ndarray:
         """Return a row of numbers for each item, ``(items, numbers)``."""
         return np.stack([self._answer(item, way or {}).double().numpy() for item in items])
 
-    def ways(self, right: Way) -> Iterator[Way]:
+    def ways(self, right: Variant) -> Iterator[Variant]:
         """Yield each known mistake that this model could be answered with, and then two at a time.
 
         Args:
@@ -129,14 +129,14 @@ class Reference:
         for way in (*single, *pairs):
             yield right | way
 
-    def padding(self, count: int) -> list[Way]:
+    def padding(self, count: int) -> list[Variant]:
         """Return the known mistakes of texts that are filled up to a number of tokens."""
-        ways: list[Way] = [{"padded": count, "masked": False}]
+        ways: list[Variant] = [{"padded": count, "masked": False}]
         if self.task == "vectors":
             ways += [{"padded": count, "counted": True}, {"padded": count, "masked": False, "counted": True}]
         return ways
 
-    def _mistakes(self, right: Way) -> Iterator[Way]:
+    def _mistakes(self, right: Variant) -> Iterator[Variant]:
         if any(map(_is_exact_gelu, self.model.graph.modules())):
             yield {"tanh": True}
         if self.task == "vectors":
@@ -158,13 +158,13 @@ class Reference:
         if self.limit is not None:
             yield from self.padding(self.limit)
 
-    def _scaled(self, way: Way) -> bool:
+    def _scaled(self, way: Variant) -> bool:
         return way.get("scaled", self.recipe.normalize if self.recipe else True)
 
-    def _prompt(self, way: Way) -> str:
+    def _prompt(self, way: Variant) -> str:
         return way.get("prompt", self.recipe.resolve_prompt("embed") if self.recipe else "")
 
-    def _model(self, way: Way) -> Any:
+    def _model(self, way: Variant) -> Any:
         kind = (way.get("tanh", False), way.get("half", False))
         if kind not in self._models:
             from flodl_hf.heads.auto import load
@@ -175,7 +175,7 @@ class Reference:
             self._models[kind] = found.eval().runtime(progress=False)
         return self._models[kind]
 
-    def _answer(self, item: str, way: Way) -> Tensor:
+    def _answer(self, item: str, way: Variant) -> Tensor:
         prompt = self._prompt(way) if self.task == "vectors" else ""
         text = prompt + item
         if way.get("lower") or (self.recipe is not None and self.recipe.lower_case):
@@ -198,7 +198,7 @@ class Reference:
         states = out.last_hidden_state.float()
         return vector(states, counted, self.recipe, scaled=self._scaled(way), pooler=pooler, **changed)
 
-    def _inputs(self, text: str, way: Way) -> dict[str, Tensor]:
+    def _inputs(self, text: str, way: Variant) -> dict[str, Tensor]:
         texts = [text] if self.task != "ranking" else [text, QUERY] if way.get("swapped") else [QUERY, text]
         limit, left = way.get("limit"), way.get("left", False)
         options: dict[str, Any] = {}

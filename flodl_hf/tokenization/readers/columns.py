@@ -1,4 +1,4 @@
-"""Infer the roles of a table's columns: text, label, words, tags, question.
+"""Infer the roles of a table's columns (text, label, words, tags, question), and with them the task.
 
 Decides from names first and from the types of values second, and raises if both are ambiguous. The caller
 can specify any role instead.
@@ -64,7 +64,7 @@ class Columns:
 
 
 def infer_columns(rows: Sequence[Mapping[str, Any]], named: str | None = None, /, **roles: str | None) -> Columns:
-    """Return the roles of the columns of ``rows``.
+    """Return the roles of the columns of ``rows``, and the task that they belong to.
 
     Args:
         rows: some rows, for example the first hundred.

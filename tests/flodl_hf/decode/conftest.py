@@ -13,7 +13,7 @@ from flodl_hf.inference.decode.entities import decode_entities_batch
 from flodl_hf.inference.decode.rows import Placed
 from flodl_hf.inference.decode.spans import decode_answers_batch
 from flodl_hf.inference.token_table import table_of
-from flodl_hf.tokenization.rows import Row
+from flodl_hf.tokenization.cuts import Row
 
 CORPUS = [
     "Ada Lovelace lives in Paris and works for the United Nations.",

@@ -15,7 +15,7 @@ from flodl_hf.inference.decode import spans as best_module
 from flodl_hf.inference.decode.rows import TokenStream
 from flodl_hf.inference.decode.spans import best_spans
 from flodl_hf.inference.decode.words import units_at, words_of
-from flodl_hf.tokenization.rows import Row
+from flodl_hf.tokenization.cuts import Row
 
 from .conftest import answers_of
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.spans import Answer
-from flodl_hf.tokenization.rows import Row
+from flodl_hf.tokenization.cuts import Row
 
 from .conftest import answers_of, decode_answers
 

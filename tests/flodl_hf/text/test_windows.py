@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization import rows
-from flodl_hf.tokenization.rows import Row
+from flodl_hf.tokenization import cuts
+from flodl_hf.tokenization.cuts import Row
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
 from .conftest import CORPUS
@@ -21,7 +21,7 @@ from .conftest import CORPUS
 def plan_windows(length: int, capacity: int, stride: int, words: Sequence[int] | None = None) -> list[tuple[int, int]]:
     """Return the windows of one text, planned beside a shorter and a longer one."""
     sizes, numbers = np.array([3, length, 90]), None if words is None else [0, 0, 1, *words, *range(90)]
-    text, start, stop = rows.plan_windows(
+    text, start, stop = cuts.plan_windows(
         sizes, np.array([capacity] * 3), stride, None if numbers is None else np.array(numbers)
     )
     return list(zip(start[text == 1].tolist(), stop[text == 1].tolist(), strict=True))

@@ -16,7 +16,7 @@ import torch
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
-    from flodl_hf.tokenization.rows import Row
+    from flodl_hf.tokenization.cuts import Row
 
 _BARRED = -10000.0
 

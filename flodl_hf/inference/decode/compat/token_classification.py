@@ -17,7 +17,7 @@ import torch
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
-    from flodl_hf.tokenization.rows import Row
+    from flodl_hf.tokenization.cuts import Row
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
 _STRATEGIES = ("none", "simple", "first", "average", "max")

@@ -17,7 +17,7 @@ from flodl_hf.errors import TextTooLongError, TokenizerError
 Cut = Literal["first", "second", "longer", "longest"]
 Overflow = Literal["windows", "truncate", "error"]
 
-_LEAST_SPACE = 4  # windows of a pair contain at least this fraction of the space, 1/4, of the text that is cut
+_LEAST_SPACE = 4  # windows of a pair contain at least a quarter of the space of the text that is cut
 
 
 @dataclass(frozen=True, slots=True)
