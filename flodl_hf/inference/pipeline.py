@@ -256,7 +256,7 @@ class _Loop:
             return
         # Two threads: the tokenizer has texts while the interpreter makes arrays of other tokens.
         pool = ThreadPoolExecutor(2, thread_name_prefix="flodl-hf-encode")
-        encoding: deque[Future[_Window]] = deque([pool.submit(self.encode, first)])
+        encoding: deque[Future[_Window]] = deque(pool.submit(self.encode, window) for window in (first, second))
         running: deque[_Window] = deque()
         try:
             if self.call is None or not self.call.ready:
@@ -265,12 +265,9 @@ class _Loop:
             while encoding:
                 try:
                     window = encoding.popleft().result()
-                    if second is not None:  # until now the first window had all cores, so that the device starts early
-                        encoding.append(pool.submit(self.encode, second))
-                        second = None
                     self.start(window)
                     running.append(window)
-                    while len(encoding) < 2 and (following := next(windows, None)) is not None:
+                    if (following := next(windows, None)) is not None:
                         encoding.append(pool.submit(self.encode, following))
                 except Exception:
                     while running:  # results before the error are returned first
