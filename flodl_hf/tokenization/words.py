@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -28,13 +28,11 @@ Part = dict[str, Any]
 _INSIDE = ("normalizers", "pretokenizers", "processors")
 
 
-def parts_of(component: Part | None) -> Iterator[Part]:
-    """Yield a component of a definition and the components in it."""
-    if isinstance(component, dict):
-        yield component
-        for key in _INSIDE:
-            for part in component.get(key) or ():
-                yield from parts_of(part)
+def parts_of(component: Part | None) -> list[Part]:
+    """Return a component of a definition and the components in it."""
+    if not isinstance(component, dict):
+        return []
+    return [component, *(part for key in _INSIDE for inner in component.get(key) or () for part in parts_of(inner))]
 
 
 def joins_words(pre_tokenizer: bytes | str) -> bool:

@@ -167,7 +167,8 @@ def test_weights_in_several_files_are_shown_on_their_way_to_a_device(
     *placed, beside = tensors
     plan: Any = SimpleNamespace(placed={f"ours.{name}": name for name in placed}, report=SimpleNamespace(notes=[]))
     with Checkpoint.open(path_of) as source:
-        values, _ = _read(source, plan, list(tensors), path_of, torch.float32, device, mapped=None, weights="memory")
+        wanted: Any = SimpleNamespace(device=device, mapped=None, weights="memory")
+        values, _ = _read(source, plan, list(tensors), path_of, torch.float32, wanted)
     assert all(same(values[name], value) for name, value in tensors.items())
     for path in path_of.glob("*.safetensors"):
         with path.open("r+b") as file:  # what is shown changes with its file
