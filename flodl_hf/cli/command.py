@@ -10,6 +10,12 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand
 
+SPELLINGS = {
+    "--precision": {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"},
+    "--dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"},
+}
+"""Further values of options."""
+
 
 class StrictCommand(TyperCommand):
     """A command that takes each option under one name.
@@ -47,7 +53,7 @@ class StrictCommand(TyperCommand):
         words = args[: args.index("--")] if "--" in args else args
         if "--force" in words and self.name in ("convert", "demo", "export", "merge"):
             raise typer.BadParameter("--force: this option was removed; use --overwrite", ctx=ctx)
-        args = ["--help"] if "--help-all" in args else args
+        args = ["--help"] if "--help-all" in args else spelled(args)
         for option in options:
             names = names_given(option, args)
             if len({name for name, _ in names}) > 1 and len({value for _, value in names}) > 1:
@@ -55,6 +61,19 @@ class StrictCommand(TyperCommand):
                 what = f" ({text.partition('. ')[0].rstrip('.')})" if (text := getattr(option, "help", None)) else ""
                 raise typer.BadParameter(f"{given} are aliases{what}; pass only one", ctx=ctx, param=option)
         return super().parse_args(ctx, args)
+
+
+def spelled(args: Sequence[str]) -> list[str]:
+    """Return the arguments with the usual spelling of each value in `SPELLINGS`."""
+    found: list[str] = []
+    for word in args:
+        name, equals, value = word.partition("=")
+        if equals and name in SPELLINGS:
+            word = f"{name}={SPELLINGS[name].get(value, value)}"
+        elif found and found[-1] in SPELLINGS:
+            word = SPELLINGS[found[-1]].get(word, word)
+        found.append(word)
+    return found
 
 
 def names_given(option: Any, args: Sequence[str]) -> list[tuple[str, str]]:

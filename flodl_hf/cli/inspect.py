@@ -95,7 +95,7 @@ def runs(folder: Path, head: str, device: str, precision: Any) -> Explanation:
     from flodl_hf.inference.options import check_name, dtype_of
     from flodl_hf.models.building import open_weights, plan_folder, settle_dtype
 
-    check_name(precision)
+    precision = check_name(precision)
     config = read_config_file(folder)
     with open_weights(folder, config) as opened:
         plan, graph = plan_folder(config, head, opened.manifest.tensors, str(folder))

@@ -14,7 +14,7 @@ import torch
 
 from flodl.devices import parse_device
 from flodl.graph import Graph
-from flodl_hf.inference.options import Precision, check_precision, dtype_of
+from flodl_hf.inference.options import Precision, check_name, check_precision, dtype_of
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.nn.adapter_layers.projections import folded
 from flodl_hf.nn.backends.choose import layers_of, prediction_sizes, splits
@@ -90,6 +90,7 @@ def explain(
 ) -> Explanation:
     """Return what runs a model where, see `EncoderModel.explain`."""
     where = model.device if device is None else parse_device(device)
+    precision = check_name(precision)
     dtype = dtype_of(precision) or model.dtype
     if training or precision == "exact":
         return explain_graph(model.graph, where, dtype, precision, training=training)

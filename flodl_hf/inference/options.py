@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 import torch
 
@@ -37,14 +37,24 @@ def dtype_of(precision: Precision | None) -> torch.dtype | None:
     return None if precision is None else _DTYPES.get(precision)
 
 
-def check_name(precision: str | None) -> None:
-    """Raise `PredictError` unless the name is one of `Precision`, or None."""
+SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Further names of a precision."""
+
+
+def check_name(precision: str | None) -> Precision | None:
+    """Return the name as in `Precision`, or None.
+
+    Raises:
+        PredictError: an unknown name.
+    """
     names = get_args(Precision)
+    precision = SPELLINGS.get(precision, precision) if isinstance(precision, str) else precision
     if precision is not None and precision not in names:
         raise PredictError(
             f"precision={precision!r} is unknown; expected one of {', '.join(names)}{nearest(str(precision), names)}",
             precision=precision,
         )
+    return cast("Precision | None", precision)
 
 
 def check_precision(precision: str | None, device: torch.device) -> None:
@@ -150,5 +160,4 @@ class RunOptions:
             value = getattr(found, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise PredictError(f"{name}={value!r}; expected an integer of at least 1, or None", **{name: value})
-        check_name(found.precision)
-        return found
+        return replace(found, precision=check_name(found.precision))

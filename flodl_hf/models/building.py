@@ -221,6 +221,7 @@ def initialise(graph: nn.Module, only: Iterable[str], scale: float) -> None:
 
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
+SHORT_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
 def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
@@ -231,7 +232,8 @@ def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
     """
     if dtype is None or dtype == "auto":
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    named = SHORT_NAMES.get(dtype, dtype.removeprefix("torch.")) if isinstance(dtype, str) else ""
+    found = getattr(torch, named, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         hint = nearest(str(dtype), FLOATS)
         raise ConfigError(f"dtype={dtype!r}{hint}; expected one of {', '.join(FLOATS)}", problems=["dtype"])

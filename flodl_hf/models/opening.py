@@ -30,6 +30,7 @@ class LoadKeywords(TypedDict, total=False):
     local_files_only: bool
     dtype: torch.dtype | str | None
     device: torch.device | str | None
+    devices: Sequence[torch.device | str] | str | None
     attention: str
     labels: Sequence[str] | None
     num_labels: int | None
@@ -59,6 +60,7 @@ class FromPretrained:
         local_files_only: bool = False,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
+        devices: Sequence[torch.device | str] | str | None = None,
         attention: str = "sdpa",
         labels: Sequence[str] | None = None,
         num_labels: int | None = None,
@@ -83,6 +85,7 @@ class FromPretrained:
             dtype: cast the weights to this; None and "auto" take the dtype in ``config.json``, else the stored one (of
                 several dtypes the first tensor's), as transformers does.
             device: where to put the model; None is torch's default device, usually the CPU, "auto" the best there is.
+            devices: devices of predictions, as in `predict`, or "auto" for all; the weights are on the first one.
             attention: "sdpa" (fused kernels) or "eager" (plain products).
             labels: names of a new head's labels; a classifier of another size starts fresh.
             num_labels: the same by number alone.
@@ -111,9 +114,10 @@ class FromPretrained:
         """
         from flodl_hf.models.pretrained import Wanted, load_model, numbered_labels
 
+        first = devices if devices is None or isinstance(devices, str) else next(iter(devices), None)
         wanted = Wanted(
             dtype=dtype,
-            device=device,
+            device=first if device is None else device,
             attention=attention,
             labels=labels if labels is not None else numbered_labels(num_labels),
             problem_type=problem_type,
@@ -125,4 +129,5 @@ class FromPretrained:
         )
         hub = {"revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir}
         hub["local_files_only"] = local_files_only
-        return load_model(cls, name_or_path, wanted, hub=hub, verified=verified, adapter=adapter)  # type: ignore[type-var]
+        model = load_model(cls, name_or_path, wanted, hub=hub, verified=verified, adapter=adapter)  # type: ignore[type-var]
+        return model if devices is None else model.runtime(devices=devices)

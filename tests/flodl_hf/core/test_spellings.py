@@ -1,0 +1,47 @@
+"""Devices and floating types have the same names everywhere: device, devices, dtype and precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flodl_hf import load
+from flodl_hf.cli.app import app_for
+
+TYPES = [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
+
+
+@pytest.mark.parametrize(("short", "long"), [*TYPES, ("fp64", "float64")])
+def test_weights_are_stored_in_a_type_of_either_name(demo_model: Path, short: str, long: str) -> None:
+    assert load(demo_model, dtype=short).dtype == load(demo_model, dtype=long).dtype == getattr(torch, long)
+
+
+@pytest.mark.parametrize(("short", "long"), TYPES[:2])  # processors do not compute in fp16
+def test_predictions_compute_in_a_type_of_either_name(demo_model: Path, short: str, long: str) -> None:
+    model = load(demo_model)
+    found = [model.predict(["a fine film"], precision=name)[0].score for name in (short, long)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("words", [["--precision", "{}"], ["--precision={}"]])
+@pytest.mark.parametrize("name", TYPES[1])
+def test_commands_take_either_name_of_a_precision(demo_model: Path, words: list[str], name: str) -> None:
+    args = ["predict", str(demo_model), "a fine film", "--json", *(word.format(name) for word in words)]
+    found = CliRunner().invoke(app_for(args), args)
+    assert found.exit_code == 0, found.output
+
+
+@pytest.mark.parametrize("name", TYPES[2])
+def test_an_export_takes_either_name_of_a_type(demo_model: Path, tmp_path: Path, name: str) -> None:
+    args = ["export", str(demo_model), "--out", str(tmp_path / "out"), "--dtype", name]
+    assert CliRunner().invoke(app_for(args), args).exit_code == 0
+    assert load(tmp_path / "out").dtype == torch.float16
+
+
+def test_several_devices_of_a_model_are_those_of_its_predictions(demo_model: Path) -> None:
+    model = load(demo_model, devices=["cpu", "cpu"])
+    assert [str(device) for device in model.run_options.devices or ()] == ["cpu", "cpu"]
+    assert model.predict(["a fine film"])[0].label == load(demo_model).predict(["a fine film"])[0].label
