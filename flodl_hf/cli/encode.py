@@ -32,6 +32,7 @@ OPTIONS = (
     shared.RESTART,
     shared.DEVICES,
     shared.PRECISION,
+    shared.BATCH_SIZE,
     shared.WEIGHT,
     shared.REVISION,
     shared.LOCAL,

@@ -103,6 +103,7 @@ OVERWRITE = option("overwrite", bool, "Start over: discard parts and output of a
                    panel=FILE)  # fmt: skip
 RESTART = option("restart", bool, "Deprecated; use --overwrite.", default=False, panel=FILE, hidden=True)
 DEVICES = option("devices", str, _DEVICES, panel=FILE)
+BATCH_SIZE = option("batch_size", int, "Most texts of a batch; by default what suits the device.", min=1, panel=RUN)
 LONG = option("long_texts", LONG_TEXTS, _LONG_TEXTS, panel=RUN)
 WINDOWS = option("windows", bool, _WINDOWS, default=False, panel=RUN, hidden=True)
 PRECISION = option("precision", PRECISIONS, "Default: the dtype of the weights.", panel=RUN)

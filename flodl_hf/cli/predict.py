@@ -65,11 +65,12 @@ OPTIONS = (
     shared.LONG,
     shared.WINDOWS,
     shared.PRECISION,
+    shared.BATCH_SIZE,
     option("batch_invariant", bool, "Let an answer depend on its text alone, bit for bit; slower.", "--batch-invariant",
            default=False, panel=RUN),
 )  # fmt: skip
 """Keywords of the model's method."""
-_ALL = ("precision", "batch_invariant", "long_texts")
+_ALL = ("precision", "batch_size", "batch_invariant", "long_texts")
 """Options of all tasks."""
 IN = shared.SOURCE.replace(default=None)
 OUT = option("out", Path, _OUT, "--out", "-o", panel=FILE)
@@ -99,7 +100,7 @@ class Command(StrictCommand):
     """The command, with a short help."""
 
     rare = frozenset((
-        "batch_invariant", "weights", "header", "format", "pair_column", "question_column",
+        "batch_invariant", "batch_size", "weights", "header", "format", "pair_column", "question_column",
         "context_column", "query_column", "page", "part_rows", "revision", "keep",
     ))  # fmt: skip
 

@@ -239,7 +239,7 @@ class BaseModel(EncoderModel):
         """
         texts = as_text_list(sentences, "encode")
         texts = texts if isinstance(texts, str) else list(texts)
-        given: dict[str, Any] = {**run, "batch_size": batch_size}
+        given: dict[str, Any] = {**run, **({} if batch_size is None else {"batch_size": batch_size})}
         if store is None and given.get("precision") in STORED_PRECISIONS:
             store = given.pop("precision")
         if store is not None:

@@ -200,7 +200,7 @@ class MaskedLM(ScoringModel):
             PredictError: the model has no tokenizer or an untrained head, or the folder no such prompt.
         """
         texts = as_text_list(sentences, "encode")
-        given: dict[str, Any] = {**run, "batch_size": batch_size}
+        given: dict[str, Any] = {**run, **({} if batch_size is None else {"batch_size": batch_size})}
         found = self.embed_sparse(
             texts, most=max_active_dims, prompt=prompt, prompt_name=prompt_name, windows=windows, strict=strict,
             untrained=untrained, **given,

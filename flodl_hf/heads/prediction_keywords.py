@@ -9,7 +9,7 @@ from flodl_hf.checkpoints.keywords import KeywordAlias, device_of
 from flodl_hf.inference.batch import usual_budget
 
 
-def _budget(size: Any, model: Any) -> int | None:
+def budget_of(size: Any, model: Any) -> int | None:
     """Return how many tokens so many texts have at most, and no more than suits the device: less is only slower."""
     if size is None:
         return None
@@ -45,7 +45,7 @@ _WINDOWS = (
 )
 _RUN = {
     "long_texts": KeywordAlias(harmless=(None,)),  # see `flodl_hf.checkpoints.keywords.replace_long_texts`
-    "batch_size": KeywordAlias("token_budget", _budget),
+    "batch_size": KeywordAlias("token_budget", budget_of),
     "device": KeywordAlias("devices", _devices),
     "show_progress_bar": KeywordAlias("progress"),
     "num_workers": KeywordAlias(harmless=None),

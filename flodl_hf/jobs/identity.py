@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 RUNNING = frozenset((
-    "devices", "device", "token_budget", "window", "progress", "weights", "revision", "local_files_only", "head",
-    "part_rows", "overwrite", "on_progress", "should_stop", "untrained", "model", "source", "target",
+    "devices", "device", "batch_size", "token_budget", "window", "progress", "weights", "revision", "local_files_only",
+    "head", "part_rows", "overwrite", "on_progress", "should_stop", "untrained", "model", "source", "target",
 ))  # fmt: skip
 """Options of a file job that change no answer, or whose effect is part of the model's or the input's identity."""
 

@@ -17,6 +17,7 @@ from flodl.errors import FlodlError, nearest
 from flodl_hf.checkpoints.keywords import replace_long_texts
 from flodl_hf.errors import PredictError
 from flodl_hf.families.schema.tasks import TASKS
+from flodl_hf.heads.prediction_keywords import budget_of
 from flodl_hf.inference.results import is_empty
 from flodl_hf.jobs.columns import Choice
 from flodl_hf.jobs.tables import Kind
@@ -75,6 +76,10 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any], caller:
             f"{caller}: {model.head} has no option {'; '.join(wrong)}; it has {', '.join(known)}",
             problems=wrong,
         )
+    try:
+        budget_of(given.get("batch_size"), model)
+    except ValueError as fault:
+        raise PredictError(f"{caller}: batch_size={given['batch_size']!r}; {fault}", problems=["batch_size"]) from None
     strict = bool(given.get("strict"))
     if choice.task == "relevance":
         if model.num_labels != 1:
@@ -138,6 +143,7 @@ def _keywords(method: Any, task: str) -> list[str]:
         {"top_k"} if task == "relevance" else set()
     )
     known = [n for n, p in parameters.items() if p.default is not inspect.Parameter.empty and n not in left_out]
+    known.append("batch_size")
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         from flodl_hf.inference.options import RunKeywords
 

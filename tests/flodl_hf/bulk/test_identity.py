@@ -47,7 +47,7 @@ SAME: dict[str, Any] = {
     "device": "cpu", "devices": ["cpu"], "revision": None, "local_files_only": True, "weights": "disk",
     "on_progress": lambda progress: None, "should_stop": lambda: False, "overwrite": None, "parent": None,
     "part_rows": 7, "token_budget": 32, "window": 3, "progress": False, "untrained": True, "head": CLASSES,
-    "model": None, "source": None, "target": None,
+    "model": None, "source": None, "target": None, "batch_size": None,
 }  # fmt: skip
 # Which job it is, what begins it anew, and what is not taken by `predict_file`.
 NOT_TRIED = ("overwrite", "parent", "model", "source", "target", "progress")

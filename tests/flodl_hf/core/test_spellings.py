@@ -1,15 +1,17 @@
-"""Devices and floating types have the same names everywhere: device, devices, dtype and precision."""
+"""Options have the same names everywhere: device, devices, dtype, precision and batch_size."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from flodl_hf import load
+from flodl_hf import encode_file, load, predict_file
 from flodl_hf.cli.app import app_for
+from flodl_hf.errors import PredictError
 
 TYPES = [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
 
@@ -45,3 +47,22 @@ def test_several_devices_of_a_model_are_those_of_its_predictions(demo_model: Pat
     model = load(demo_model, devices=["cpu", "cpu"])
     assert [str(device) for device in model.run_options.devices or ()] == ["cpu", "cpu"]
     assert model.predict(["a fine film"])[0].label == load(demo_model).predict(["a fine film"])[0].label
+
+
+@pytest.mark.parametrize("call", [predict_file, encode_file])
+def test_file_jobs_take_a_batch_size(call: Any, demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a fine film\na dull film\n")
+    for name, options in (("usual", {}), ("small", {"batch_size": 1})):
+        call(demo_model, tmp_path / "in.txt", tmp_path / f"{name}.jsonl", precision="exact", **options)
+    assert (tmp_path / "usual.jsonl").read_bytes() == (tmp_path / "small.jsonl").read_bytes()
+    with pytest.raises(PredictError) as refused:
+        call(demo_model, tmp_path / "in.txt", tmp_path / "none.jsonl", batch_size=0)
+    assert refused.value.problems == ["batch_size"]
+
+
+@pytest.mark.parametrize("command", ["predict", "encode"])
+def test_commands_of_files_take_a_batch_size(command: str, demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a fine film\n")
+    files = ["--in", str(tmp_path / "in.txt"), "--out", str(tmp_path / "out.jsonl")]
+    args = [command, str(demo_model), *files, "--batch-size", "8"]
+    assert CliRunner().invoke(app_for(args), args).exit_code == 0
