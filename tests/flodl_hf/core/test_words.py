@@ -122,8 +122,8 @@ def test_a_word_of_the_same_meaning_is_taken(
 
 def test_batch_size_bounds_tokens_and_no_more(make: Maker) -> None:
     model = make("bert", "base")
-    assert words._budget(1, model) == 40
-    assert words._budget(10_000, model) == 1024
+    assert words.budget_of(1, model) == 40
+    assert words.budget_of(10_000, model) == 1024
     for wrong in (0, -1, "8", True):
         with pytest.raises(PredictError, match=r"batch_size=.*integer"):
             model.embed(TEXT, batch_size=wrong)
