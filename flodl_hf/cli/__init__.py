@@ -52,7 +52,9 @@ def _start_ranks(words: list[str]) -> None:
     names = values[-1].split(",") if values else []
     if values and values[-1].isdecimal():
         names = [f"cuda:{number}" for number in range(int(values[-1]))]
-    if words[:1] == ["finetune"] and len(names) > 1:
+    if len(names) < 2:
+        return
+    if words[:1] == ["finetune"]:
         from flodl.fork_server import prepare_ranks
 
         prepare_ranks("flodl_hf.training.run")

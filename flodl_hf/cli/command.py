@@ -64,9 +64,12 @@ class StrictCommand(TyperCommand):
 
 
 def spelled(args: Sequence[str]) -> list[str]:
-    """Return the arguments with the usual spelling of each value in `SPELLINGS`."""
+    """Return the arguments with the usual spelling of each value in `SPELLINGS`; words after ``--`` are texts."""
     found: list[str] = []
     for word in args:
+        if "--" in found:
+            found.append(word)
+            continue
         name, equals, value = word.partition("=")
         if equals and name in SPELLINGS:
             word = f"{name}={SPELLINGS[name].get(value, value)}"

@@ -114,10 +114,14 @@ class FromPretrained:
         """
         from flodl_hf.models.pretrained import Wanted, load_model, numbered_labels
 
-        first = devices if devices is None or isinstance(devices, str) else next(iter(devices), None)
+        if devices is not None:
+            from flodl_hf.inference.options import RunOptions
+
+            chosen = RunOptions().changed({"devices": devices}).devices
+            device = chosen[0] if chosen and device is None else device
         wanted = Wanted(
             dtype=dtype,
-            device=first if device is None else device,
+            device=device,
             attention=attention,
             labels=labels if labels is not None else numbered_labels(num_labels),
             problem_type=problem_type,

@@ -240,9 +240,9 @@ def _alike(path: str) -> str:
 def _from_cache(request: HubRequest, why: str) -> Resolved:
     """Return the cached files; ``why`` explains in errors why the network is not used."""
     remedy = (
-        f"expected there: download it once with a network: `hf download {request.name}"
+        f"expected it in the cache. Download it once with a network: `hf download {request.name}"
         + (f" --revision {request.revision}" if request.revision != "main" else "")
-        + f"`, or pass a folder: here is none of that name{_alike(request.name)}"
+        + f"`; or pass a folder, but none has this name{_alike(request.name)}"
     )
     commit = request.revision
     if not _COMMIT.fullmatch(commit):

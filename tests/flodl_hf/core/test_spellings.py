@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ def test_predictions_compute_in_a_type_of_either_name(demo_model: Path, short: s
 @pytest.mark.parametrize("name", TYPES[1])
 def test_commands_take_either_name_of_a_precision(demo_model: Path, words: list[str], name: str) -> None:
     args = ["predict", str(demo_model), "a fine film", "--json", *(word.format(name) for word in words)]
+    args += ["--", "--precision=bfloat16"]  # a text
     found = CliRunner().invoke(app_for(args), args)
     assert found.exit_code == 0, found.output
+    assert [json.loads(line)["text"] for line in found.stdout.splitlines()] == ["a fine film", "--precision=bfloat16"]
 
 
 @pytest.mark.parametrize("name", TYPES[2])
@@ -47,6 +50,13 @@ def test_several_devices_of_a_model_are_those_of_its_predictions(demo_model: Pat
     model = load(demo_model, devices=["cpu", "cpu"])
     assert [str(device) for device in model.run_options.devices or ()] == ["cpu", "cpu"]
     assert model.predict(["a fine film"])[0].label == load(demo_model).predict(["a fine film"])[0].label
+
+
+@pytest.mark.parametrize("devices", [5, "cpu", []])
+def test_devices_that_are_no_list_are_refused_before_loading(demo_model: Path, devices: Any) -> None:
+    with pytest.raises(PredictError) as refused:
+        load(demo_model, devices=devices)
+    assert refused.value.devices == devices
 
 
 @pytest.mark.parametrize("call", [predict_file, encode_file])
