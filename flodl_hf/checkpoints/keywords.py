@@ -22,6 +22,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 LONG_TEXTS = {"windows": "windows", "truncate": "truncate", "error": "strict"}
 """Values of ``long_texts``, and the keyword of a method that each value sets unless it is the default."""
 
+PRECISION_SPELLINGS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""Further names of precisions."""
+DTYPE_SPELLINGS = {**{short: name for name, short in PRECISION_SPELLINGS.items()}, "fp64": "float64"}
+"""Further names of floating types of weights."""
+
 
 class KeywordAlias(NamedTuple):
     """A keyword of another library.

@@ -6,6 +6,7 @@ Exit status: 0 done or passed, 1 failed, 2 wrong usage, 130 ended by Ctrl-C.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from itertools import pairwise
@@ -49,20 +50,20 @@ def _start_ranks(words: list[str]) -> None:
     """Start the other processes of a command that names several devices, which import modules meanwhile."""
     flags = [part for word in words for part in word.split("=", 1)]
     values = [value for flag, value in pairwise(flags) if flag in ("--devices", "--device")]
-    names = values[-1].split(",") if values else []
-    if values and values[-1].isdecimal():
-        names = [f"cuda:{number}" for number in range(int(values[-1]))]
-    if len(names) < 2:
+    named = values[-1] if values else ""
+    number = int(named[:6]) if named.isdecimal() else named.count(",") + 1
+    if number < 2:
         return
     if words[:1] == ["finetune"]:
         from flodl.fork_server import prepare_ranks
 
         prepare_ranks("flodl_hf.training.run")
-    elif words[:1] in (["predict"], ["encode"]) and {"--in", "-i"} & set(flags) and all(map(_is_here, names)):
-        from flodl_hf.workers.process import start_early
+    elif words[:1] in (["predict"], ["encode"]) and {"--in", "-i"} & set(flags):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        files = [name for name in os.listdir("/dev") if re.fullmatch("nvidia[0-9]+", name)]
+        here = [f"cuda:{one}" for one in range(len(files if visible is None else visible.split(",")))]
+        names = here[:number] if named.isdecimal() else named.split(",")
+        if len(names) == number and set(names) <= set(here):
+            from flodl_hf.workers.process import start_early
 
-        start_early("flodl_hf.jobs.file:serve", names)
-
-
-def _is_here(device: str) -> bool:
-    return os.path.exists(f"/dev/nvidia{device.removeprefix('cuda:')}")
+            start_early("flodl_hf.jobs.file:serve", names)

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand
 
-SPELLINGS = {
-    "--precision": {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"},
-    "--dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"},
-}
+from flodl_hf.checkpoints.keywords import DTYPE_SPELLINGS, PRECISION_SPELLINGS
+
+SPELLINGS = {"--precision": PRECISION_SPELLINGS, "--dtype": DTYPE_SPELLINGS}
 """Further values of options."""
 
 

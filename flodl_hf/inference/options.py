@@ -13,6 +13,7 @@ import torch
 
 from flodl.devices import all_devices, find_device
 from flodl.errors import nearest
+from flodl_hf.checkpoints.keywords import PRECISION_SPELLINGS
 from flodl_hf.errors import PredictError
 
 Precision: TypeAlias = Literal["exact", "fp32", "tf32", "bf16", "fp16", "int8"]
@@ -34,11 +35,7 @@ _DTYPES = {
 
 def dtype_of(precision: Precision | None) -> torch.dtype | None:
     """Return what weights are cast to; None where they stay as they are."""
-    return None if precision is None else _DTYPES.get(precision)
-
-
-SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""Further names of a precision."""
+    return None if precision is None else _DTYPES.get(PRECISION_SPELLINGS.get(precision, precision))
 
 
 def check_name(precision: str | None) -> Precision | None:
@@ -48,7 +45,7 @@ def check_name(precision: str | None) -> Precision | None:
         PredictError: an unknown name.
     """
     names = get_args(Precision)
-    precision = SPELLINGS.get(precision, precision) if isinstance(precision, str) else precision
+    precision = PRECISION_SPELLINGS.get(precision, precision) if isinstance(precision, str) else precision
     if precision is not None and precision not in names:
         raise PredictError(
             f"precision={precision!r} is unknown; expected one of {', '.join(names)}{nearest(str(precision), names)}",

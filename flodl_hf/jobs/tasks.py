@@ -18,6 +18,7 @@ from flodl_hf.checkpoints.keywords import replace_long_texts
 from flodl_hf.errors import PredictError
 from flodl_hf.families.schema.tasks import TASKS
 from flodl_hf.heads.prediction_keywords import budget_of
+from flodl_hf.inference.options import check_name
 from flodl_hf.inference.results import is_empty
 from flodl_hf.jobs.columns import Choice
 from flodl_hf.jobs.tables import Kind
@@ -121,11 +122,12 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any], caller:
 
 
 def with_old_names(model: Any, task: str, options: Mapping[str, Any], caller: str) -> dict[str, Any]:
-    """Return options with ``long_texts`` replaced, so that jobs of both forms have one identity.
+    """Return options with one spelling of ``long_texts`` and ``precision``, so that jobs of all have one identity.
 
     Raises:
         PredictError: the model's method does not support the value.
     """
+    options = {**options, "precision": check_name(options.get("precision"))} if "precision" in options else options
     method = method_of(model, task, stored=options.get("store") is not None)
     return replace_long_texts(caller, options, inspect.signature(method).parameters)
 

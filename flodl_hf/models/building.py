@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from flodl.errors import CheckpointError, ConfigError, capped, nearest, printable
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.checkpoints.keywords import DTYPE_SPELLINGS
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
 from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceManifest, StoredTensor
 from flodl_hf.checkpoints.weights.file_names import WEIGHTS_KEY, weights_named
@@ -221,7 +222,6 @@ def initialise(graph: nn.Module, only: Iterable[str], scale: float) -> None:
 
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
-SHORT_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
 def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
@@ -232,7 +232,7 @@ def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
     """
     if dtype is None or dtype == "auto":
         return dtype
-    named = SHORT_NAMES.get(dtype, dtype.removeprefix("torch.")) if isinstance(dtype, str) else ""
+    named = DTYPE_SPELLINGS.get(dtype, dtype.removeprefix("torch.")) if isinstance(dtype, str) else ""
     found = getattr(torch, named, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         hint = nearest(str(dtype), FLOATS)

@@ -55,9 +55,11 @@ SHORT_CHARACTERS = 2048
 # further text.
 # Each text of these tasks has its own result.
 JOINED_CHARACTERS, MAX_JOINED = 1024, 64
-# Groups of one model, task, key and priority in the worker at a time; more would be smaller. An accelerator computes
-# one while another is tokenized.
+# Groups with the same options in the worker at a time; more would be smaller. An accelerator computes one while another
+# is tokenized.
 CPU_GROUPS, DEVICE_GROUPS = 1, 2
+# Options, keys and priorities come from clients, so they select one of this number of turns.
+VARIANTS = 16
 JOINED_TASKS = ("embed", "embed_sparse", "classify", "entities", "answer", "fill_mask")
 # Options of warm-up requests: long texts are read in windows.
 _WHOLE = {"windows": True}
@@ -255,7 +257,7 @@ class _Requests:
                 if key is not None:
                     self._groups[key] = group
             read_on()
-        with nullcontext() if key is None else self._groups_turns[key[:-1]], request.turns:
+        with nullcontext() if key is None else self._turns_of(key), request.turns:
             with self._lock:
                 if self._groups.get(key) is group:
                     del self._groups[key]
@@ -271,6 +273,10 @@ class _Requests:
         for stream, parts in replies.items():
             with suppress(OSError):  # if the HTTP process has ended, there is no reader, and the connection ends soon
                 stream.send(parts)
+
+    def _turns_of(self, key: Any) -> Turns:
+        """Return the turns of the groups of a key of `_join_key`."""
+        return self._groups_turns[*key[:3], hash(key[3:]) % VARIANTS]
 
     def _answer(self, message: dict[str, Any], request: WorkerRequest) -> _Answer:
         """Return the result or the error of a request, and its arrays."""

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypedDict, get_args, get_type_hints
 
+from flodl_hf.checkpoints.keywords import PRECISION_SPELLINGS
+
 
 class Refusal(ValueError):
     """The name has another meaning here; the text contains the replacement."""
@@ -319,7 +321,7 @@ def translated(options: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[di
 
 
 SPELLINGS = {
-    "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
+    "precision": PRECISION_SPELLINGS,
     "long_texts": {"cut": "truncate"},
 }
 """Further spellings of values."""

@@ -15,14 +15,22 @@ import flodl_hf.workers.process as process
 started = []
 server.prepare_ranks = lambda *modules: started.append("torch" in sys.modules)
 process.start_early = lambda target, devices: started.append([*devices, "torch" in sys.modules])
-exists = os.path.exists
-os.path.exists = lambda path: path in ("/dev/nvidia0", "/dev/nvidia1") or exists(path)
+listed = os.listdir
+os.listdir = lambda path=".": ["nvidia0", "nvidia1", "nvidiactl"] if path == "/dev" else listed(path)
+os.environ.update({visible!r})
 sys.argv = ["flodl-hf", *{words!r}, "--help"]
 try:
     flodl_hf.cli.main()
 except SystemExit:
     print("started", started)
 """
+
+
+def started(words: list[str], **visible: str) -> str:
+    code = PROGRAM.format(words=words, visible=visible)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[
+        -1
+    ]
 
 
 @pytest.mark.parametrize(
@@ -38,10 +46,15 @@ except SystemExit:
         (["predict", "m", "--in", "a", "--devices", "3"], []),
         (["predict", "m", "--in", "a", "--devices", "cpu,cpu"], []),
         (["predict", "m", "--in", "a", "--devices", "auto"], []),
+        (["predict", "m", "--in", "a", "--devices", "0,1"], []),
+        (["predict", "m", "--in", "a", "--devices", "99999999"], []),
     ],
 )
 def test_ranks_are_prepared_for_several_devices_only(words: list[str], expected: list[object]) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(words=words)], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.splitlines()[-1] == f"started {expected}"
+    assert started(words) == f"started {expected}"
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("0", []), ("3,1", [["cuda:0", "cuda:1", False]]), ("", [])])
+def test_ranks_are_prepared_for_visible_devices_only(visible: str, expected: list[object]) -> None:
+    words = ["predict", "m", "--in", "a", "--devices", "2"]
+    assert started(words, CUDA_VISIBLE_DEVICES=visible) == f"started {expected}"

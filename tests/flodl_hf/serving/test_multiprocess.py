@@ -287,7 +287,7 @@ def test_requests_that_wait_at_the_same_time_are_one_call(folders: dict[str, Pat
     asked = {"task": "embed", "model": "m", "options": {}, "key": "", "left_s": 60.0, "priority": 0}
     messages: list[dict[str, Any]] = [{**asked, "id": number, "items": [text]} for number, text in enumerate(TEXTS)]
     key = _join_key(messages[0])
-    turns = requests._groups_turns[key[:-1]]
+    turns = requests._turns_of(key)
     for _ in range(CPU_GROUPS):
         turns.__enter__()
     Thread(target=requests.answer_all, args=(link,), daemon=True).start()
