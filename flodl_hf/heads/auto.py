@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 ModelT = TypeVar("ModelT", bound="EncoderModel")
 
+__path__: list[str] = []  # the former package flodl_hf.auto is this module, and its module `pipelines` still imports
+
 
 class _AutoClass(Generic[ModelT]):
     """A name that users know; the class of the task is imported with torch on first use."""

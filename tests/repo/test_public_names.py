@@ -90,15 +90,35 @@ def loaded(module: str) -> ModuleType:
     ("former", "now"),
     [
         *flodl_hf._MOVED.items(),
+        ("auto.pipelines", "compat.pipelines"),
         ("finetuning.options", "training.options"),
         ("vectors.search", "inference.search"),
-        ("vectors.judging", "training.evaluators"),
+        *(
+            (f"integrations.{name}", f"compat.{name}")
+            for name in (
+                "chroma",
+                "haystack",
+                "langchain",
+                "llama_index",
+                "mteb",
+                "setfit",
+                "sklearn",
+                "spacy",
+                "tuning",
+            )
+        ),
     ],
 )
 def test_former_names_of_modules_still_import(former: str, now: str) -> None:
     for library in (*needed(f"flodl_hf.{now}"), *(("ray",) if former == "ray" else ())):
         pytest.importorskip(library)
     assert importlib.import_module(f"flodl_hf.{former}") is importlib.import_module(f"flodl_hf.{now}")
+
+
+def test_a_module_of_a_former_package_is_its_attribute() -> None:
+    from flodl_hf.auto import pipelines  # pyright: ignore[reportMissingImports]
+
+    assert pipelines is importlib.import_module("flodl_hf.compat.pipelines")
 
 
 @pytest.mark.parametrize("module", modules())
