@@ -109,7 +109,7 @@ class ModelConfig:
     def from_text(
         cls,
         text: str,
-        name: str = "config.json",
+        where: str = "config.json",
         ignore_config_keys: Sequence[str] = (),
         *,
         strict_config: bool = False,
@@ -118,7 +118,7 @@ class ModelConfig:
 
         Args:
             text: the JSON.
-            name: its name, for messages.
+            where: its name, for messages.
             ignore_config_keys: unsupported keys to ignore.
             strict_config: also refuse keys unknown to every family, and conflicting settings that are
                 ignored; without it they are only noted.
@@ -128,14 +128,14 @@ class ModelConfig:
                 understood; all faults are listed at once in ``problems``.
         """
         odd = Odd()
-        source = read_json(text, name, odd)
+        source = read_json(text, where, odd)
         return cls.from_dict(
-            source, name=name, text=text, ignore_config_keys=ignore_config_keys, strict_config=strict_config, odd=odd
+            source, where=where, text=text, ignore_config_keys=ignore_config_keys, strict_config=strict_config, odd=odd
         )
 
     @classmethod
     def from_dict(
-        cls, source: Mapping[str, Any], *, name: str = "config", text: str | None = None,
+        cls, source: Mapping[str, Any], *, where: str = "config", text: str | None = None,
         ignore_config_keys: Sequence[str] = (), strict_config: bool = False, whole: bool = False,
         odd: Odd | None = None,
     ) -> ModelConfig:  # fmt: skip
@@ -143,14 +143,14 @@ class ModelConfig:
 
         Args:
             source: the mapping.
-            name: its name, for messages.
+            where: its name, for messages.
             text: the JSON that it was read from.
             ignore_config_keys: unsupported keys to ignore.
             strict_config: as of `from_text`.
             whole: every size has to be stated.
             odd: deviations of the text from JSON.
         """
-        family = family_of(source, name)
+        family = family_of(source, where)
         problems: list[str] = []
         # Code of the repository may read settings that transformers ignores: then the effective one is unknown.
         settled = bool(family.tiny) and not strict_config and not source.get("auto_map")
@@ -181,14 +181,14 @@ class ModelConfig:
         if not problems:
             _consistent(fields, source, family.rows, problems)
         if problems:
-            raise refuse(problems, name, family.model_type)
+            raise refuse(problems, where, family.model_type)
         try:
             encoder = family.config(**fields)
         except ValueError as fault:  # a family's own rules between fields
-            raise refuse([str(fault)], name, family.model_type) from None
+            raise refuse([str(fault)], where, family.model_type) from None
         return cls(
             family, encoder, labels, label_thresholds=thresholds, score_activation=activation,
-            source=dict(source), text=text, where=name, notes=notes, overruled=(*(overruled or ()), *oddities),
+            source=dict(source), text=text, where=where, notes=notes, overruled=(*(overruled or ()), *oddities),
             left_out=left_out, **shared,
         )  # fmt: skip
 
@@ -201,7 +201,7 @@ class ModelConfig:
         labels = values.pop("labels", None)
         if labels is not None:
             values["id2label"] = {str(i): name for i, name in enumerate(labels)}
-        config = cls.from_dict({"model_type": model_type, **values}, name="for_model(...)", whole=True)
+        config = cls.from_dict({"model_type": model_type, **values}, where="for_model(...)", whole=True)
         if "id2label" in config.source:
             # Transformers takes neither of the two from the other.
             config.source.setdefault("label2id", config.label2id)

@@ -93,18 +93,22 @@ def refuse_setting(path: Path, key: str, value: Any, expected: str) -> ConfigErr
 def wrong_tensors(path: Path, tensors: Mapping[str, Tensor], expected: str) -> ConfigError:
     """Return the error for a module with tensors that contradict its settings."""
     found = {name: tuple(tensor.shape) for name, tensor in sorted(tensors.items())}
-    return wrong(path, f"found tensors {shown(found, 120)}", expected, sorted(tensors))
+    return ConfigError(
+        f"{path}: found tensors {shown(found, 120)}, expected {expected}. Fetch the folder again.",
+        where=str(path),
+        problems=sorted(tensors),
+    )
 
 
 _LIMIT = 1_000_000
 
 
-def wrong(path: Path, problem: str, expected: str, names: Sequence[str] = ()) -> ConfigError:
-    """Return the error for a file with unexpected contents; ``names`` are the wrong settings or tensors, if known."""
+def wrong(path: Path, problem: str, expected: str) -> ConfigError:
+    """Return the error for a file with unexpected contents."""
     return ConfigError(
         f"{path}: {problem}; expected {expected}. Fetch the file again or correct it.",
         where=str(path),
-        problems=list(names) or [path.name],
+        problems=[path.name],
     )
 
 
@@ -151,10 +155,8 @@ def folder_of(root: Path, module: Mapping[str, Any]) -> str:
     path = module.get("path")
     folder = root / str(path or "")
     try:
-        is_inside = folder.resolve().is_relative_to(root.resolve())
-    except (OSError, RuntimeError, ValueError):  # a name that cannot be, or a link that leads to itself
-        is_inside = False
-    if not is_inside:
+        inner = folder.resolve().relative_to(root.resolve())
+    except (OSError, RuntimeError, ValueError):  # outside, a name that cannot be, or a link that leads to itself
         found = f"the path {printable(str(path), 80)} leads out of the folder, or nowhere"
-        raise wrong(root / "modules.json", found, "the name of a folder inside")
-    return folder.relative_to(root).as_posix()
+        raise wrong(root / "modules.json", found, "the name of a folder inside") from None
+    return (folder.relative_to(root) if folder.is_relative_to(root) else inner).as_posix()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flodl.errors import printable, shown
+from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoints.sentence.module_files import bytes_of, folder_files, refuse_setting, settings_in, wrong
 from flodl_hf.checkpoints.sentence.steps import Dense
 from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
@@ -199,9 +199,12 @@ def multivector_recipe(
     problems = [name for name, is_wrong in faults.items() if is_wrong]
     if problems:
         found = {**settings, **transformer, **mask}
-        stated = ", ".join(f"{name} is {shown(found.get(name), 60)}" for name in problems)
-        expected = "queries filled up with mask tokens to one length or unexpanded, and skipped words in documents only"
-        raise wrong(folder, stated, expected, problems)
+        raise ConfigError(
+            f"{folder}: {', '.join(f'{name} is {shown(found.get(name), 60)}' for name in problems)}; expected queries "
+            "filled up with mask tokens to one length or unexpanded, and skipped words in documents only",
+            where=str(folder),
+            problems=problems,
+        )
     lengths = {name: _length(transformer, name, 32, folder) for name in ("query_length", "document_length")
                if transformer.get(name) is not None}  # fmt: skip
     filled = None if expansion is None else _length(expansion, "length", 32, folder)

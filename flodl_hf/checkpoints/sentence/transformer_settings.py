@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flodl.errors import shown
+from flodl.errors import ConfigError, shown
 from flodl_hf.checkpoints.sentence.module_files import refuse_setting, warn_of_unknown, wrong
 
 LEAST_TOKENS = 3  # two special ones and one of the text
@@ -182,6 +182,9 @@ def layer_number(layer: int, layers: int, folder: str) -> int:
         ConfigError: there is no such hidden state.
     """
     if not -layers - 1 <= layer <= layers:
-        expected = f"a number from {-layers - 1} to {layers}"
-        raise wrong(Path(folder), f"found hidden state {layer}", expected, ["modality_config"])
+        raise ConfigError(
+            f"{folder}: found hidden state {layer}, expected a number from {-layers - 1} to {layers}. Correct it.",
+            where=folder,
+            problems=["modality_config"],
+        )
     return layer % (layers + 1)

@@ -36,7 +36,7 @@ SMALL = [
 @pytest.mark.parametrize("name", ALL)
 def test_a_published_configuration_is_read(name: str) -> None:
     source, head = ALL[name]
-    config = ModelConfig.from_dict(source, name=name)
+    config = ModelConfig.from_dict(source, where=name)
     assert (head_of(config.family, source.get("architectures")) or "base") == head_named(head).name
     assert not [note for note in config.notes if "not known to any family" in note]
     if "id2label" in source:
@@ -47,7 +47,7 @@ def test_a_published_configuration_is_read(name: str) -> None:
 def test_another_model_under_a_familys_name_is_refused_by_its_key(name: str) -> None:
     source, key = REFUSED[name]
     with pytest.raises(ConfigError, match=f"{key}: found"):
-        ModelConfig.from_dict(source, name=name)
+        ModelConfig.from_dict(source, where=name)
 
 
 def test_the_list_is_long_and_holds_every_checkpoint_of_the_live_matrix() -> None:

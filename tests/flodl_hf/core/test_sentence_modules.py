@@ -210,6 +210,20 @@ def test_a_dense_layer_that_is_not_understood_is_refused(dense: Path, change: di
         load(dense)
     assert caught.value.details["where"] == str(dense / "2_Dense/config.json")
     assert caught.value.details["problems"][0] == key
+    # Tensors may be of another release than their settings: one file alone does not repair that.
+    assert ("Fetch the folder again" in caught.value.message) == (key == "linear.bias")
+
+
+def test_absolute_folders_of_modules_are_read_below_a_relative_folder(
+    dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = load(dense).embed(TEXTS)  # type: ignore[attr-defined]
+    chain = json.loads((dense / "modules.json").read_text())
+    write(dense, {"modules.json": [{**module, "path": str(dense / module["path"])} for module in chain]})
+    (dense.parent / "link").symlink_to(dense)
+    monkeypatch.chdir(dense.parent)
+    for folder in (dense, dense.name, "link"):
+        assert torch.equal(load(folder).embed(TEXTS), expected)  # type: ignore[attr-defined]
 
 
 # --- sparse vectors ----------------------------------------------------------------------------------

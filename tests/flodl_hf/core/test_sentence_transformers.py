@@ -243,6 +243,14 @@ def test_a_setting_that_cannot_be_applied_is_refused(
     assert (caught.value.details["key"], caught.value.details["value"]) == (key, value)
 
 
+def test_a_hidden_state_that_the_model_lacks_is_refused_for_its_folder(saved: Saved) -> None:
+    folder = write(saved("bert"), chained(POOLING, bounds=output(["hidden_states", 9])))
+    with pytest.raises(ConfigError, match=r"found hidden state 9.* Correct it") as caught:
+        load(f"{folder}/../{folder.name}")
+    assert caught.value.details["where"] == f"{folder}/../{folder.name}"
+    assert caught.value.details["problems"] == ["modality_config"]
+
+
 @pytest.mark.parametrize("file", [SAID, BOUNDS, "1_Pooling/config.json", "2_Dense/config.json"])
 def test_unknown_settings_are_ignored_with_one_warning(file: str, saved: Saved) -> None:
     folder = write(saved("bert"), chained(POOLING, (BASE + "dense.Dense", dense(4, 16)), said={}, bounds={}))

@@ -180,7 +180,7 @@ def test_it_is_written_back_byte_for_byte(file: Remote, tmp_path: Path) -> None:
 
 @files
 def test_its_published_configuration_is_read(file: Remote) -> None:
-    config = ModelConfig.from_dict(file.config, name=file.name)
+    config = ModelConfig.from_dict(file.config, where=file.name)
     assert config.encoder.hidden_size == 768
     assert config.max_tokens == file.config.get("n_positions", 8192)
     assert [note.split(":")[0] for note in config.notes] == ["auto_map"]
@@ -189,7 +189,7 @@ def test_its_published_configuration_is_read(file: Remote) -> None:
 def test_experts_are_refused_by_their_key() -> None:
     source = NOMIC | {"architectures": ["NomicBertModel"], "num_experts": 8, "moe_every_n_layers": 2, "moe_top_k": 2}
     with pytest.raises(ConfigError, match="num_experts: found 8"):
-        ModelConfig.from_dict(source, name="nomic-ai/nomic-embed-text-v2-moe")
+        ModelConfig.from_dict(source, where="nomic-ai/nomic-embed-text-v2-moe")
 
 
 def test_gliners_folders_are_refused_by_name(tmp_path: Path) -> None:
