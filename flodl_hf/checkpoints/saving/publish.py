@@ -130,7 +130,8 @@ def publish_folder(
             # Before the swap this is the unfinished folder, after it the old one.
             stage.clear()
     except OSError as error:
-        raise _refused(place, error, needed_bytes) from error
+        # The size is no reason where the folder above cannot be made.
+        raise _refused(place, error, needed_bytes if place.parent.is_dir() else 0) from error
     finally:
         if not published:
             for parent in made:
@@ -336,8 +337,20 @@ def _sync_tree(folder: Path) -> None:
         for name in files:
             path = os.path.join(root, name)
             if not os.path.islink(path):
-                sync_folder(path)
+                _sync(path)
         sync_folder(root)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems cannot, and some systems only where a file is open for writing.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _swap(stage: Path, target: Path, overwrite: bool) -> None:

@@ -258,6 +258,36 @@ def test_the_second_rename_failing_puts_the_old_folder_back(tmp_path: Path, monk
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
+def test_the_size_is_no_reason_if_the_folder_above_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ExportError) as caught:
+        publish_folder(tmp_path / "above" / "out", lambda stage: None, needed_bytes=200)
+    assert (caught.value.errno, caught.value.needed_bytes) == (errno.EROFS, 0)
+
+
+@pytest.mark.parametrize("fault", [errno.EINVAL, errno.EPERM])
+def test_a_file_that_the_disk_refuses_to_sync_is_not_published(
+    fault: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if fault == errno.EINVAL:  # a file system that cannot
+        publish_folder(tmp_path / "out", lambda stage: (stage / "config.json").write_text("{}"))
+    else:
+        with pytest.raises(ExportError) as caught:
+            publish_folder(tmp_path / "out", lambda stage: (stage / "config.json").write_text("{}"))
+        assert caught.value.errno == fault
+    assert (tmp_path / "out").exists() == (fault == errno.EINVAL)
+
+
 def test_names_of_model_files() -> None:
     yes = [
         "config.json",
