@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl.errors import FlodlError, capped, nearest, printable
-from flodl.files import read_regular, write_atomically
+from flodl.files import read_regular
 from flodl_hf.checkpoints.hub.choosing import (
     WEIGHTS,
     any_present,
@@ -316,7 +316,9 @@ def _from_hub(request: HubRequest) -> Resolved:
         ref = request.storage / "refs" / request.revision
         with suppress(OSError):
             ref.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(ref, [commit.encode()])
+            beside = ref.with_name(f"{ref.name}.{os.getpid()}")  # some file systems of caches have no locks
+            beside.write_text(commit, "ascii")
+            beside.replace(ref)
     return Resolved(folder, request.name, request.revision, commit)
 
 

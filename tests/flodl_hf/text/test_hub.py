@@ -469,6 +469,14 @@ def test_offline_opens_no_socket(hub: Hub, tmp_path: Path, monkeypatch: pytest.M
     assert "hf download ada/other" in str(caught.value)
 
 
+def test_a_revision_is_found_offline_where_files_cannot_be_locked(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flodl.files.lock", lambda descriptor, **options: False)
+    online = resolve("ada/tiny", cache_dir=tmp_path)
+    assert resolve("ada/tiny", cache_dir=tmp_path, local_files_only=True) == online
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
 def test_a_pipe_in_place_of_a_revision_is_not_waited_for(hub: Hub, tmp_path: Path) -> None:
     resolve("ada/tiny", cache_dir=tmp_path)
