@@ -280,6 +280,26 @@ def test_the_hand_made_program_is_good(tmp_path: Path) -> None:
     assert torch.equal(transposed["w"], torch.tensor([[1.0, 3], [2, 4]]))
 
 
+@pytest.mark.parametrize("shape", [(1, 4), (4, 1), (1,), (1, 1), (0,), (2, 1, 2), (2, 2)])
+@pytest.mark.parametrize("stride", [1, 7, 2**63 - 1])
+def test_tensors_have_the_usual_strides_whatever_the_file_states(
+    shape: tuple[int, ...], stride: int, tmp_path: Path
+) -> None:
+    usual = torch.empty(shape).stride()
+    strides = tuple(stride if size < 2 else step for size, step in zip(shape, usual, strict=True))
+    found = read_bin(hand_made(tmp_path, tensor_program(shape=shape, strides=strides), {"0": FOUR}))["w"]
+    assert (found.shape, found.stride()) == (shape, usual)
+    assert torch.equal(found.flatten(), torch.arange(1.0, found.numel() + 1))
+
+
+def test_small_files_are_compared_with_their_checksums_without_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": torch.ones(4), "b": torch.zeros(4)}, tmp_path / "x.bin")
+    monkeypatch.delattr("flodl_hf.checkpoints.weights.restricted_unpickler.shard.ThreadPoolExecutor")
+    assert len(read_bin(tmp_path / "x.bin")) == 2
+
+
 BAD_TENSORS: dict[str, dict[str, Any]] = {
     "beyond the storage": {"offset": 1},
     "negative offset": {"offset": -1},

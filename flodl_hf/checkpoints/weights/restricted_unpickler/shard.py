@@ -92,10 +92,11 @@ class BinShard(Shard):
             keys = dict.fromkeys(record.storage.key for record in unique)
             check_sums(descriptor, {f"data/{key}": self._storages[key] for key in keys}, self._where)
         flats = (map_extents if mapped else read_extents)(descriptor, self._where, extents)
-        ready = {
-            record: flat.as_strided(record.shape, record.strides).contiguous().view(record.shape)
-            for record, flat in zip(unique, flats, strict=True)
-        }
+        ready = {}
+        for record, flat in zip(unique, flats, strict=True):
+            strided = flat.as_strided(record.shape, record.strides)
+            # A dimension of one element may have any stride in the file; a view of the flat run has the usual one.
+            ready[record] = flat.view(record.shape) if strided.is_contiguous() else strided.contiguous()
         return [ready[records[name]] for name in names]
 
     def _parse_archive(self, descriptor: int, source: _Source) -> Any:
@@ -274,8 +275,11 @@ def check_sums(descriptor: int, members: Mapping[str, Member], path: str) -> Non
         return value != member.checksum
 
     known = {name: member for name, member in members.items() if member.checksum}
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        results = list(pool.map(differs, known.values()))
+    if len(known) > 1 and sum(member.length for member in known.values()) > _PIECE:
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            results = list(pool.map(differs, known.values()))
+    else:
+        results = [differs(member) for member in known.values()]
     damaged = [printable(name) for name, bad in zip(known, results, strict=True) if bad]
     if damaged:
         raise CheckpointError(
