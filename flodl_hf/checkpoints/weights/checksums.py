@@ -224,16 +224,18 @@ def _listed_in(folder: Path, source: str) -> tuple[str | None, dict[str, _Listed
     data = read_member(folder, source, _LIMIT)
     try:
         if source == RECEIPT:
-            fingerprint = None
-            files = {name: (None, digest) for name, digest in json.loads(data)["facts"]["sha256"].items()}
+            fingerprint, files = None, json.loads(data)["facts"]["sha256"]
         else:
             value, fingerprint = unseal(data), json.loads(data)[SEAL]
             if value["format"] != FORMAT:
                 raise ValueError(f"format {printable(str(value['format']), 40)} is not {FORMAT!r}")
-            files = {name: (int(entry["bytes"]), entry["sha256"]) for name, entry in value["files"].items()}
-        for name in files:
+            files = value["files"]
+        listed = {}
+        for name, entry in files.items():
             _check_name(name)
-        return fingerprint, {name: _Listed(size, _sha(digest)) for name, (size, digest) in files.items()}
+            size, digest = (None, entry) if source == RECEIPT else (int(entry["bytes"]), entry["sha256"])
+            listed[name] = _Listed(size, _sha(digest))
+        return fingerprint, listed
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{folder / source}: cannot be used ({printable(str(error), 200)}); expected names, lengths and SHA-256 as "

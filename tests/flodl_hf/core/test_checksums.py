@@ -133,6 +133,16 @@ def test_a_damaged_receipt_is_no_receipt(damage: bytes, saved: Saved) -> None:
     assert load(folder).head == HEAD
 
 
+def test_a_name_out_of_the_folder_is_the_first_fault(saved: Saved) -> None:
+    from flodl.files import seal
+
+    folder = saved("bert", HEAD)
+    files = {"../x": {"bytes": "many", "sha256": "00"}}
+    (folder / CHECKSUMS).write_bytes(seal({"format": "flodl-checksums/1", "files": files}))
+    with pytest.raises(CheckpointError, match=r"the name '\.\./x' is"):
+        load(folder, verified=True)
+
+
 def test_every_bit_of_the_receipt(saved: Saved) -> None:
     folder = saved("bert", HEAD)
     path = folder / CHECKSUMS
