@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from fnmatch import filter as names_like
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,11 @@ MODEL_FILES = (
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     """Return the names that match one of the patterns; ``*`` does not match ``/``."""
-    names = list(names)
+    patterns = list(patterns)
     return {
-        name for pattern in patterns for name in names_like(names, pattern) if name.count("/") == pattern.count("/")
+        name
+        for name in names
+        if any(name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in patterns)
     }
 
 

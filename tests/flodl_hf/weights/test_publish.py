@@ -326,6 +326,13 @@ def test_names_of_model_files() -> None:
     assert [name for name in no if is_model_file(name)] == []
 
 
+def test_names_of_model_files_have_one_spelling_on_all_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "normcase", str.lower)  # as on Windows
+    assert is_model_file("README.md")
+    assert not is_model_file("Config.json")
+    assert not is_model_file("readme.md")
+
+
 def fork() -> int:
     with warnings.catch_warnings():
         # The children only touch files, so threads that they do not inherit cannot block them.
