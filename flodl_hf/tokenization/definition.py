@@ -278,8 +278,9 @@ def _reframed(backend: tokenizers.Tokenizer, source: Source) -> list[str]:
         if tokens.get(role, token) != token and backend.token_to_id(tokens[role]) is not None
     }
     if changed:
-        prefix = source.settings.get("add_prefix_space", rules.prefix) is True
-        frame(backend, rules.template, {**rules.special, **former, **changed}, source.folder, prefix=prefix)
+        stated, tokens = source.settings, {**rules.special, **former, **changed}
+        prefix = stated.get("add_prefix_space", rules.prefix) is True
+        frame(backend, rules.template, tokens, source.folder, prefix=prefix, settings=stated)
     return [_used(role, token, former[role]) for role, token in changed.items()]
 
 

@@ -477,6 +477,23 @@ def test_rare_settings_are_applied_as_in_transformers(
 
 @pytest.mark.transformers
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("more", [{}, {"cls_token": "<unk>"}], ids=["", "cls_token"])
+@pytest.mark.parametrize("trim", [None, True, False])
+def test_offsets_with_other_settings_than_the_definition_are_those_of_transformers(
+    tmp_path: Path, trim: bool | None, more: dict[str, str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    made = folder_of(tmp_path, "RobertaTokenizer", "roberta", byte_pieces(), {})
+    AutoTokenizer.from_pretrained(made).save_pretrained(tmp_path)
+    stated = more if trim is None else {**more, "trim_offsets": trim}
+    folder = folder_of(tmp_path, "RobertaTokenizer", "roberta", {}, stated)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
+    assert_equal(theirs, ours, "RobertaTokenizer", ["Ada lives  in Paris", " Ada ada"])
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_windows_have_the_offsets_of_transformers(tmp_path: Path, side: str) -> None:
     """The first token of a window includes the space before it where a prefix space is added."""
