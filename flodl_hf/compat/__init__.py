@@ -1,19 +1,21 @@
-"""Interfaces of other libraries, one module a library; each module imports its library, so import it when it is used.
+"""Interfaces of other libraries, in one module for each library.
 
-pipelines    `flodl_hf.pipeline`, with the arguments and results of transformers' pipelines
+Most modules import their library: import a module only if its library is installed.
+
+pipelines     `flodl_hf.pipeline`, with the arguments and results of transformers' pipelines
 transformers  models, tokenizers and pipelines as objects of transformers' classes
-sentence_transformers  SentenceTransformer, CrossEncoder and SparseEncoder, computed here
-sentence_transformers_classes  their definitions; libraries look for the library's name in the module's
-langchain    embeddings, a cross-encoder and a document compressor
-llama_index  an embedding and a postprocessor that reranks nodes
-haystack     embedders of texts and documents, and a ranker
-chroma       an embedding function
-mteb         an encoder and a cross-encoder to evaluate
-setfit       a SetFitModel with a body of this package
-spacy        pipeline components for entities and text categories
-sklearn      a transformer of texts into vectors and a classifier
-tuning       a callback that reports steps to Optuna and Ray Tune
-other_names  names that users import from other libraries
+sentence_transformers  `SentenceTransformer`, `CrossEncoder` and `SparseEncoder`; their library must be installed
+sentence_transformers_classes  these three as subclasses of the library's; BERTopic and KeyBERT check the module name
+langchain     embeddings, a cross-encoder and a document compressor
+llama_index   an embedding and a postprocessor that reranks nodes
+haystack      embedders of texts and documents, and a ranker
+chroma        an embedding function
+mteb          an encoder and a cross-encoder to evaluate
+setfit        a SetFitModel with a body of this package
+spacy         pipeline components for entities and text categories
+sklearn       a transformer of texts into vectors and a classifier
+tuning        callbacks that report evaluations to Optuna and Ray Tune
+other_names   names of other libraries and their equivalents here, for error messages
 """
 
 from __future__ import annotations
