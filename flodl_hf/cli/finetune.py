@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Container, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -40,18 +40,23 @@ SHOWN = ("task", "folder", "metrics", "steps", "best_step", "seconds", "recorded
 """What ``--json`` prints of a finished run."""
 GROUPS = {
     "task": "Task and data",
+    "labels": "Task and data",
+    "max_length": "Steps and batches",
     "epochs": "Steps and batches",
     "lr": "Learning",
     "precision": "Arithmetic and speed",
+    "gradient_checkpointing": "Arithmetic and speed",
     "eval_every": "Evaluation",
     "concatenate": "Masked words and answers",
+    "generator": "Masked words and answers",
     "vector_loss": "Vectors",
+    "guide": "Vectors",
     "trackers": "Trackers and traces",
     "save_every": "Checkpoints",
     "devices": "Devices",
     "revision": "The Hub",
 }
-"""Groups of options in help, each by the option that begins it."""
+"""Groups of options in help, in their order there, each by the options that begin it in the table of options."""
 SHOWN_IN_HELP = (
     *("model", "data", "train", "eval", "out", "overwrite", "recipe", "set", "dry_run", "dashboard", "help_all"),
     *("task", "columns", "epochs", "batch_size", "max_length", "lr", "lora", "precision", "seed", "metric"),
@@ -356,7 +361,8 @@ def _set_values(texts: Sequence[str]) -> dict[str, Any]:
 
 def option_parameters(names: Container[str]) -> list[inspect.Parameter]:
     """Return a parameter of a command for each of these rows of the table of options."""
-    group, parameters = "", []
+    group = ""
+    groups: dict[str, list[inspect.Parameter]] = {name: [] for name in GROUPS.values()}
     for name, (hint, row) in HINTS.items():
         group = GROUPS.get(name, group)
         if name not in names:
@@ -368,8 +374,8 @@ def option_parameters(names: Container[str]) -> list[inspect.Parameter]:
         text = row.metadata["help"] + (f" (default {shown})" if shown else "")
         bounds: dict[str, Any] = {word: row.metadata.get(key) for word, key in (("min", "least"), ("max", "most"))}
         more = TASK if name == "task" else bounds if kind in (int, float) else {}
-        parameters.append(option(name, kind, text, *flags, panel=group, show_default=False, **more))
-    return parameters
+        groups[group].append(option(name, kind, text, *flags, panel=group, show_default=False, **more))
+    return [*chain(*groups.values())]
 
 
 def _kind(hint: Any, name: str, among: tuple[str, ...] | None) -> Any:

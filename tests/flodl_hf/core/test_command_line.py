@@ -65,7 +65,24 @@ def test_options_come_in_groups() -> None:
     assert set(GROUPS) <= set(Options.__dataclass_fields__)
     panels = {p.name: getattr(p, "rich_help_panel", None) for p in commands()["finetune"].params}
     assert all(panels[name] for name in shown)
-    assert (panels["lr"], panels["warmup"], panels["keep_last"]) == ("Learning", "Learning", "Checkpoints")
+    expected = {
+        "Task and data": ("task", "columns", "labels"),
+        "Steps and batches": ("max_length", "long_texts", "batch_size", "layout", "epochs"),
+        "Learning": ("lr", "warmup", "neftune"),
+        "Arithmetic and speed": ("precision", "seed", "gradient_checkpointing", "compile"),
+        "Evaluation": ("eval_every", "early_stopping"),
+        "Masked words and answers": ("concatenate", "generator"),
+        "Vectors": ("vector_loss", "normalize", "guide", "prompts"),
+        "Trackers and traces": ("trackers", "report"),
+        "Checkpoints": ("checkpoints", "keep_last", "resume"),
+        "Devices": ("devices", "shard"),
+        "The Hub": ("revision", "local_files_only"),
+    }
+    assert list(dict.fromkeys(panels[name] for name in panels if name in shown)) == list(expected)
+    assert {name: panels[name] for names in expected.values() for name in names} == {
+        name: group for group, names in expected.items() for name in names
+    }
+    assert "Steps and batches:" in run("evaluate", "--help").output.splitlines()
     lines = run("predict", "--help").output.splitlines()
     assert {"Options:", "Answers:", "How it runs:", "A file of texts:"} <= set(lines)
 
