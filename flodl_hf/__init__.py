@@ -107,6 +107,7 @@ _MOVED = {
     "sentence_transformers": "compat.sentence_transformers",
     "similarity": "inference.similarity",
     "spark": "jobs.spark",
+    "tokenization.rows": "tokenization.cuts",
     "tokenizer": "tokenization.tokenizer",
     "transformers": "compat.transformers",
     "triton_server": "serving.triton_server",
