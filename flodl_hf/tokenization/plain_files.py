@@ -69,10 +69,11 @@ def read_vocab_json(data: bytes, path: str) -> dict[str, int]:
     faults: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = Counter(key for key, _ in items)
-        repeated = (counts - Counter(dict(items).keys())).elements()
-        faults.extend(f"{printable(key, 40)} occurs twice" for key in repeated)
-        return dict(items)
+        values = dict(items)
+        if len(values) < len(items):
+            repeated = (Counter(key for key, _ in items) - Counter(values.keys())).elements()
+            faults.extend(f"{printable(key, 40)} occurs twice" for key in repeated)
+        return values
 
     value = parse_json(data, path, pairs)
     if not value:
