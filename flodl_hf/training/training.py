@@ -311,7 +311,7 @@ class Best(Callback):
     def __init__(self, metric: str, last: EvalPredictions | None = None) -> None:
         self.metric, self.last = metric, last
         self.row: dict[str, Any] = {}  # of the best evaluation
-        self.seen, self._worker, self._state = last, None, None
+        self.seen, self._state = last, None
 
     def on_evaluate(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
         """Keep the weights if they are the best so far."""
@@ -319,9 +319,10 @@ class Best(Callback):
         self.row = best_row(self.metric, [self.row, row]) or {}
         # Processes that another one started are not needed after the run, except for the first.
         if self.row is row and (trainer.ranks.rank == 0 or trainer.ranks.pipe is None):
-            self._worker = self._worker or ThreadPoolExecutor(1)
+            worker = ThreadPoolExecutor(1)
             with trainer.averaged_weights():
-                self._state = copy_in_background(trainer.model, self._worker)
+                self._state = copy_in_background(trainer.model, worker)
+            worker.shutdown(wait=False)  # its thread ends after the copy
             self.seen = None if self.last is None else replace(self.last)
 
     def on_train_end(self, trainer: Any) -> None:
