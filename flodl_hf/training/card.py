@@ -18,8 +18,9 @@ from flodl_hf.checkpoints.hub.card import front_matter, hub_name
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.training.evaluation import EvalPredictions
 from flodl_hf.training.job import Job
+from flodl_hf.training.option_checks import SCHEDULES
 from flodl_hf.training.report.figures import Tuned
-from flodl_hf.training.result import FinetuneResult
+from flodl_hf.training.result import FinetuneResult, described
 
 SHOWN = (
     *("epochs", "max_steps", "batch_size", "accumulate", "tokens_per_batch", "layout", "max_length", "optimizer"),
@@ -89,10 +90,17 @@ def recipe_text(
     import yaml
 
     head = "# The recipe of this model. Run it again with: flodl-hf finetune --recipe recipe.yaml --out DIR\n"
-    given = {name: value for name, value in recipe.items() if value is not None}
+    given = {name: described(value) for name, value in recipe.items() if value is not None}
     absent = [*(name for name in ("model", "train") if name not in given), *functions]
     if absent:
         head += f"# {' and '.join(absent)} was given in memory and has to be given again.\n"
+    objects = [name for name in given if given[name] != recipe[name]]
+    objects += [] if given.get("schedule", "linear") in SCHEDULES else ["schedule"]
+    if objects:
+        head += (
+            f"# {' and '.join(objects)}: given as an object, here as text, which no run accepts.\n"
+            "# Replace the text by the name of a loss or schedule, or pass the object again in Python.\n"
+        )
     for change in changes:
         was = json.dumps(change["was"], ensure_ascii=False)
         head += f"# Until step {change['step']} the run had {change['name']}: {was}\n"

@@ -39,6 +39,13 @@ def figures_in(evaluation: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in evaluation.items() if name not in ("step", "epoch", "details")}
 
 
+def described(value: Any) -> Any:
+    """Return a value with texts in place of objects, such as losses, which JSON and YAML do not have."""
+    if isinstance(value, Mapping):
+        return {name: described(part) for name, part in value.items()}
+    return value if isinstance(value, JSON) else str(value)
+
+
 class _WhenAsked:
     """The trained model; a half-precision base that was in shards is cast to float32 at the first access.
 
@@ -110,10 +117,9 @@ class FinetuneResult:
         from flodl_hf.inference.results import plain
 
         same = ("task", "metrics", "history", "losses", "steps", "best_step", "seconds", "changes", "policy")
-        recipe = {name: value if isinstance(value, JSON) else str(value) for name, value in self.recipe.items()}
         further = {
             "folder": None if self.folder is None else str(self.folder),
-            "recipe": recipe,
+            "recipe": described(self.recipe),
             "tuned": None if self.tuned is None else self.tuned.to_dict(),
             "recorded": None if self.recorded is None else asdict(self.recorded),
             "summed": None if self.summed is None else asdict(self.summed),

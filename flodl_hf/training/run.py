@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ from flodl_hf.training.job import Job, plan_job, read_arguments
 from flodl_hf.training.monitoring import monitor_of_job
 from flodl_hf.training.options import FinetuneWords, Options
 from flodl_hf.training.report.figures import tune_thresholds
-from flodl_hf.training.result import FinetuneResult, OnFirstRank, Timing, figures_in
+from flodl_hf.training.result import FinetuneResult, OnFirstRank, Timing, described, figures_in
 from flodl_hf.training.start import cast_stored
 from flodl_hf.training.task import name_of
 from flodl_hf.training.training import (
@@ -429,15 +429,8 @@ def _recipe(job: Job) -> dict[str, Any]:
     left_out = ("checkpoints", "keep_checkpoints", "resume", "local_files_only")
     left_out += ("trackers", "log_dir", "profile", "report")
     values = {k: v for k, v in job.options.to_dict().items() if k not in left_out and v is not None}
-    # YAML has no objects, such as a schedule or losses of tables.
-    values |= {name: _text_of(values[name]) for name in ("schedule", "vector_loss") if name in values}
+    values["schedule"] = described(values["schedule"])
     commit = getattr(job.model.source, "commit", None)
     if commit:
         values["revision"] = commit
     return values
-
-
-def _text_of(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _text_of(part) for name, part in value.items()}
-    return value if isinstance(value, str) else repr(value)

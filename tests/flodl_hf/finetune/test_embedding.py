@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.errors import ConfigError, DataError
+from flodl.train.schedule import Constant
 from flodl_hf import load
 from flodl_hf.training import evaluate, finetune
 from flodl_hf.training.job import plan_job
@@ -251,6 +252,7 @@ def test_the_command_trains_vectors(base: Path, tmp_path: Path) -> None:
     assert json.loads(ran.stdout)["task"] == "embedding"
     recipe = (tmp_path / "out/recipe.yaml").read_text()
     assert "scale: '30'" in recipe
+    assert "given as an object" not in recipe
     again = CliRunner().invoke(app, ["finetune", "--recipe", str(tmp_path / "out/recipe.yaml"), "--no-report"])
     assert again.exit_code == 0, again.output
 
@@ -441,7 +443,12 @@ def test_a_step_without_a_function_is_no_identity() -> None:
 
 def test_losses_given_as_objects_are_written_into_the_recipe_as_text(base: Path, tmp_path: Path) -> None:
     loss = {"": MultipleNegativesRankingLoss(scale=5.0)}
-    result = finetune(base, train=rows("pairs"), out=tmp_path / "out", **{**ONE, "vector_loss": loss})
-    assert "MultipleNegativesRankingLoss(scale=5.0" in (tmp_path / "out" / "recipe.yaml").read_text("utf-8")
+    options = {**ONE, "vector_loss": loss, "schedule": Constant(1e-3)}
+    result = finetune(base, train=rows("pairs"), out=tmp_path / "out", **options)
+    assert result.recipe["vector_loss"] == loss
+    text = (tmp_path / "out" / "recipe.yaml").read_text("utf-8")
+    assert "MultipleNegativesRankingLoss(scale=5.0" in text
+    assert "# vector_loss and schedule: given as an object" in text
+    assert json.loads(json.dumps(result.to_dict()))["recipe"]["vector_loss"] == {"": str(loss[""])}
     assert evaluate(tmp_path / "out", rows("pairs")).metrics.keys() >= {"eval_loss", "ndcg@10"}
     assert result.folder == tmp_path / "out"
