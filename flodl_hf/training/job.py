@@ -129,7 +129,8 @@ class Job:
         """The metric that selects the best model, with ``-`` if lower is better; None without evaluation."""
         if self.evaluation is None:
             return None
-        return self.evaluation.check_metric(self.options.metric or self.task.main_metric)
+        first = next(iter(self.evaluation.sets.values()))
+        return self.evaluation.check_metric(self.options.metric or self.task.main_metric_of(first.prepared))
 
     def conclude(self, model: EncoderModel) -> Any:
         """Detach additional modules and store trained parts in the model; return the generator, if any."""
@@ -285,7 +286,7 @@ def prepare_held_out(
             prepared[name] = task.prepare(examples, tokenizer, limits, training=False)
         except DataError as fault:
             # Tasks do not know which set they read.
-            message = f"{f'eval {name}'.strip()}: {fault.message.removeprefix('finetune: ')}"
+            message = f"{f'eval {name}'.strip()}: {fault.message.removeprefix('finetune: ').removeprefix('eval: ')}"
             raise DataError(message, **fault.details) from None
     return prepared
 

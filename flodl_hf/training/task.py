@@ -177,6 +177,10 @@ class Task:
         """Return a new scorer."""
         raise NotImplementedError
 
+    def main_metric_of(self, held_out: Prepared) -> str:
+        """Return the metric of evaluation data that selects the best model."""
+        return self.main_metric
+
     def label_counts(self, rows: EncodedRows) -> list[int] | None:
         """Return how often each label occurs, for balanced weights; None without labels."""
         return None

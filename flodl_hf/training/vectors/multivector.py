@@ -26,7 +26,7 @@ from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.steps import Dense, dense
 from flodl_hf.inference.similarity import max_sim
 from flodl_hf.training.evaluators import figures_of_found
-from flodl_hf.training.losses import make_loss, read_settings
+from flodl_hf.training.losses import read_settings
 from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder
 from flodl_hf.training.task import CHUNK, LengthLimits, Prepared
 from flodl_hf.training.vectors.multivector_step import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL, CollateLate, LateObjective
@@ -209,9 +209,11 @@ class MultiVectorTask(EmbeddingTask):
     name = "multivector"
 
     usual: ClassVar[Mapping[Any, str]] = MULTIVECTOR_USUAL
+    evaluated: ClassVar[Mapping[Any, str]] = MULTIVECTOR_USUAL
     table: ClassVar[Mapping[str, Any]] = MULTIVECTOR_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "pooling", "normalize", "guide")
     takes_ragged: ClassVar[bool] = False
+    per_token: ClassVar[bool] = True
 
     @property
     def start(self) -> Callable[[EncoderModel], list[str]]:
@@ -277,8 +279,9 @@ class MultiVectorTask(EmbeddingTask):
         further = {"attended": late.attended, "skipped": self._guides["skipped"], "first": late.first}
         return CollateLate.like(usual, lengths=not usual.settled, mask_id=mask, query_tokens=filled, **further)
 
-    def _usual(self, form: Any) -> Any:
-        return make_loss(self.usual[form], None, self.table)
+    def main_metric_of(self, held_out: Prepared) -> str:
+        """Return the first metric of the form of the evaluation data; the loss for forms without metrics."""
+        return super().main_metric_of(held_out) if held_out.truth.form in MULTIVECTOR_USUAL else "-eval_loss"
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> LateObjective:
         return LateObjective(losses, **further)
@@ -301,7 +304,7 @@ class LateScorer(VectorScorer):
 
     def compute(self) -> dict[str, float]:
         """Return the metrics; NaN without examples."""
-        names = METRICS[self.truth.form].names
+        names = METRICS[self.truth.form].names if self.truth.form in MULTIVECTOR_USUAL else ()
         if not self.kept.items:
             return dict.fromkeys(names, math.nan)
         examples = sorted(self.kept.items)

@@ -177,6 +177,7 @@ class SparseTask(EmbeddingTask):
     head = "masked_lm"
 
     usual: ClassVar[Mapping[Any, str]] = SPARSE_USUAL
+    evaluated: ClassVar[Mapping[Any, str]] = SPARSE_USUAL
     table: ClassVar[Mapping[str, Any]] = SPARSE_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "pooling", "normalize", "guide")
     takes_ragged: ClassVar[bool] = False
@@ -204,8 +205,9 @@ class SparseTask(EmbeddingTask):
         self._guides["recipe"] = before
         return self._prompt_notes()
 
-    def _usual(self, form: Any) -> SpladeLoss:
-        return replace(self.losses[0], loss=make_loss(SPARSE_USUAL[form], None, SPARSE_LOSSES))
+    def _usual(self, form: Any) -> Any:
+        loss, trained = super()._usual(form), self.losses[0]
+        return replace(trained, loss=loss) if isinstance(trained, SpladeLoss) else loss
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> SparseObjective:
         # Evaluation has the whole penalty.

@@ -57,6 +57,11 @@ class TextTable:
         return max(map(len, self.texts))
 
     @property
+    def described(self) -> str:
+        """The number of texts of an example, and whether it has labels, for messages."""
+        return f"{self.width} texts{'' if self.labels is None else ' with labels'}"
+
+    @property
     def is_ragged(self) -> bool:
         """Whether some examples have fewer texts than others."""
         return any(len(row) < self.width for row in self.texts)

@@ -56,8 +56,12 @@ class EmbeddingTask(Task):
 
     usual: ClassVar[Mapping[Any, str]] = USUAL
     table: ClassVar[Mapping[str, Any]] = LOSSES
+    evaluated: ClassVar[Mapping[Any, str]] = USUAL
+    """Default losses of evaluation data, for the forms that the losses of training do not take."""
     takes_ragged: ClassVar[bool] = True
     """Whether examples may have different numbers of texts, if the loss takes them."""
+    per_token: ClassVar[bool] = False
+    """Whether there is a vector for each token; then labelled examples need two texts, and losses their own table."""
 
     def __post_init__(self) -> None:
         self._settle(main_metric=METRICS[self._first.form].main)
@@ -87,7 +91,7 @@ class EmbeddingTask(Task):
         """Return evaluation examples.
 
         Raises:
-            DataError: their metrics need a layer that only another loss would train.
+            DataError: no loss takes them, or their metrics need a layer that only another loss would train.
         """
         table = self.read(examples, self.options, "eval")
         forms = {one.form for one in self.tables.values()}
@@ -102,6 +106,15 @@ class EmbeddingTask(Task):
                 names=list(table.names),
             )
         fitting = self._fitting(table.form)
+        has_one_text = self.per_token and table.width < 2 and table.labels is not None
+        if has_one_text or (not fitting and table.form not in self.evaluated):
+            forms = dict.fromkeys([*self.evaluated, *(form for loss in self.losses for form in loss.forms)])
+            expected = "two or more texts" if fitting else ", ".join(forms)
+            raise DataError(
+                f"found {table.form} ({table.described}), expected {expected}. "
+                f"{self.name} has no loss of other data; give other evaluation data.",
+                form=table.form,
+            )
         takes_ragged = self.takes_ragged and (not fitting or getattr(fitting[0], "ragged", False))
         return table if takes_ragged else expect_equal_widths(table, "eval")
 
@@ -285,7 +298,11 @@ class EmbeddingTask(Task):
 
     def _usual(self, form: Any) -> Any:
         """Return the default loss of evaluation data."""
-        return make_loss(USUAL[form])
+        return make_loss(self.evaluated[form], None, {**LOSSES, **self.table})
+
+    def main_metric_of(self, held_out: Prepared) -> str:
+        """Return the first metric of the form of the evaluation data."""
+        return METRICS[held_out.truth.form].main
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> VectorObjective:
         """Return the objective of some losses; ``trained`` is the class for losses of the run."""
@@ -384,10 +401,14 @@ def plan_embedding(
             expect_equal_widths(table, name or "train")
         fits = table.form in loss.forms or (isinstance(loss, MSELoss) and options.guide is not None)
         if not fits:
-            said = f"{table.form} ({table.width} texts{'' if table.labels is None else ' with labels'})"
             problems.append(
                 f"vector_loss: {type(_innermost(loss)).__name__} takes {', '.join(loss.forms)}; the table "
-                f"{name or 'train'} has {said}"
+                f"{name or 'train'} has {table.form} ({table.described})"
+            )
+        if kind.per_token and type(_innermost(loss)) in LOSSES.values():
+            problems.append(
+                f"vector_loss: found {type(_innermost(loss)).__name__}, which compares one vector for each text; "
+                f"expected one of {', '.join(kind.table)}"
             )
         if loss.by_guide and options.guide is None:
             problems.append(f"guide: {type(loss).__name__} needs a second model; expected its folder or name")
