@@ -196,7 +196,7 @@ def extra_tokens(*sources: Mapping[str, Any]) -> dict[str, Any]:
 def _side(config: Mapping[str, Any], key: str, path: str, default: str = "right") -> Side:
     value = config.get(key, default)
     if value not in ("left", "right"):
-        raise wrong_value(path, key, value, f"'left' or 'right'{nearest(str(value), ('left', 'right'))}")
+        raise wrong_value(path, key, value, "'left' or 'right'", nearest(str(value), ("left", "right")))
     return value
 
 

@@ -108,9 +108,9 @@ def parse_json(data: bytes, path: str, pairs: Callable[[list[tuple[str, Any]]], 
     return value
 
 
-def wrong_value(path: str, key: str, value: Any, expected: str) -> TokenizerError:
-    """Return the error of a setting with an invalid value."""
-    text = f"{path}: {key} is {shown(value, 60)}, expected {expected}; correct the file"
+def wrong_value(path: str, key: str, value: Any, expected: str, hint: str = "") -> TokenizerError:
+    """Return the error of a setting with an invalid value; the message has a hint after the expected values."""
+    text = f"{path}: {key} is {shown(value, 60)}, expected {expected}{hint}; correct the file"
     return TokenizerError(text, where=path, field=key, found=value, expected=expected)
 
 

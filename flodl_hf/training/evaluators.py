@@ -188,7 +188,7 @@ def hits_above(scores: Any, truth: Any) -> tuple[Any, Any, Any]:
     """Return scores from the highest, the last place of each distinct one, and the true ones up to there."""
     order = np.argsort(-scores, kind="stable")
     ranked = scores[order]
-    ends = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)
+    ends = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)[: len(ranked)]  # without scores, none
     return ranked, ends, np.cumsum(truth[order])[ends]
 
 

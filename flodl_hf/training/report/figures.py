@@ -180,8 +180,8 @@ def precision_recall(scores: Numbers, truth: Numbers) -> Curve:
     """
     ranked, ends, hits = hits_above(scores, truth)
     precision = hits / (ends + 1)
-    recall = hits / hits[-1] if hits[-1] else np.full(len(hits), np.nan)
-    average = float((np.diff(recall, prepend=0.0) * precision).sum())
+    recall = hits / hits[-1] if hits.any() else np.full(len(hits), np.nan)
+    average = float((np.diff(recall, prepend=0.0) * precision).sum()) if hits.any() else float("nan")
     return Curve(ranked[ends], precision, recall, average)
 
 

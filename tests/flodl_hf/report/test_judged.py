@@ -50,6 +50,12 @@ def test_precision_and_recall(pairs: list[tuple[int, bool]]) -> None:
         assert np.isnan(curve.average)
 
 
+def test_precision_and_recall_of_no_scores() -> None:
+    curve = precision_recall(np.zeros(0), np.zeros(0, bool))
+    assert curve.thresholds.size == curve.precision.size == curve.recall.size == 0
+    assert np.isnan(curve.average)
+
+
 def f1_of(scores: np.ndarray, truth: np.ndarray, threshold: float) -> float:
     said = scores >= threshold
     total = said.sum() + truth.sum()

@@ -279,6 +279,13 @@ def test_an_impossible_length_limit_is_refused(stated: Any) -> None:
     assert caught.value.field == "model_max_length"
 
 
+def test_an_impossible_side_is_refused_with_the_values_it_can_have() -> None:
+    with pytest.raises(TokenizerError, match="did you mean 'left'") as caught:
+        Tokenizer.from_files(_files(padding_side="lefft"))
+    assert (caught.value.field, caught.value.found) == ("padding_side", "lefft")
+    assert caught.value.details["expected"] == "'left' or 'right'"
+
+
 def test_settings_that_list_tokens_win_over_the_token_map_and_both_over_custom() -> None:
     files = _files(pad_token={"content": "hello", "lstrip": False}, padding_side="left", added_tokens_decoder={})
     files["special_tokens_map.json"] = json.dumps({"pad_token": "world", "mask_token": "world"}).encode()
