@@ -56,11 +56,11 @@ if trained.whole:
     torch.save(weights, f"{sys.argv[1]}-{os.environ['RANK']}.pt")
 else:
     assert (trained.parameters, trained.buffers) == ({}, {}) and "on rank 0" in repr(trained)
-    for ask in (trained.state_dict, trained.to_bytes, lambda: trained.load_into(nn.Linear(1, 1))):
+    for ask in (trained.state_dict, lambda: trained.load_into(nn.Linear(1, 1))):
         try:
             ask()
         except TrainError as fault:
-            assert "combined on rank 0" in str(fault)
+            assert "on rank 0" in str(fault)
         else:
             raise AssertionError
 """
@@ -99,7 +99,7 @@ else:
         try:
             ask()
         except TrainError as fault:
-            assert "combined on rank 0" in str(fault)
+            assert "on rank 0" in str(fault)
         else:
             raise AssertionError
 """
@@ -160,7 +160,7 @@ def test_the_command_trains_shards_under_torchrun(base: Path, tmp_path: Path) ->
     train.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:20]))
     held.write_text("".join(json.dumps(row) + "\n" for row in ROWS[20:]))
     alone = finetune(base, train=ROWS[:20], eval=ROWS[20:], devices="cpu", report=False, **OPTIONS)
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    given = [word for name, value in OPTIONS.items() for word in ("--set", f"{name}={value}")]
     done = torchrun(
         "-m", "flodl_hf", "finetune", str(base), "--train", str(train), "--eval", str(held), "--out", str(tmp_path / "out"),
         "--devices", "cpu", "--shard", "fsdp", *given,
