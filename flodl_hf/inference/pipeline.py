@@ -47,11 +47,13 @@ STARTS: ContextVar[Callable[[Encoded, Work], Pending] | None] = ContextVar("STAR
 # Enough texts to sort by length, few enough that the first results arrive soon.
 WINDOW = 1024
 # An accelerator computes a small window while the next is tokenized, so windows start small and grow.
-FIRST_WINDOW = 512
+FIRST_WINDOW = 128
 MAX_WINDOW = 4096
 # Long texts fill a window earlier: a window has at most this many characters for each text of its size. A text counts
 # with at most MOST_CHARS, since models truncate texts.
 MEAN_CHARS, MOST_CHARS = 128, 4096
+# Tokens whose pass is started before it is known whether the model has changed since the last call.
+MAX_UNCHECKED_TOKENS = 8192
 _AUTOCASTS = ("cpu", "cuda", "mps")
 
 
@@ -114,7 +116,8 @@ class Session:
             count(int(table.lengths.sum()))
         if (send := SENDING.get()) is not None:
             return send(self.model, self.options, table, work, places)
-        if len(table) == 1 and self.options.devices is None and works_by_itself(self.model.device):
+        small = int(table.lengths.sum()) <= MAX_UNCHECKED_TOKENS
+        if small and self.options.devices is None and works_by_itself(self.model.device):
             from flodl_hf.inference.engine import Engine
 
             # Start on the graph of the last call, and check during its pass whether the model has changed.
@@ -212,7 +215,7 @@ class _Loop:
         first, deep = (max(1, FIRST_WINDOW // rows) if self.ahead else most), 2
         if self.call is not None and self.call.ready:
             deep, texts = self.call.windows
-            first = most = max(1, texts // rows)
+            most = max(1, texts // rows)
         if options.window is not None:
             first = most = options.window
         chars = MEAN_CHARS * rows if self.ahead and options.window is None else None

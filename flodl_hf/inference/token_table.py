@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from flodl_hf.inference.decode.rows import TokenTable, integers
+from flodl_hf.tokenization.blocks import packed
 from flodl_hf.tokenization.cuts import Cut, Cuts, Overflow, divided_text, plan_cuts
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def of_encodings(
     def each(name: str) -> Iterable[Any]:
         return chain.from_iterable(map(attrgetter(name), encodings))
 
-    ids = np.fromiter(each("ids"), np.int32, total)
+    ids = packed(map(attrgetter("ids"), encodings))
     types: np.ndarray | None = None
     sizes: list[Any] = []
     if frame is not None and not frame.pair:
@@ -209,7 +210,8 @@ def of_encodings(
         types = _laid_out(np.array(kinds), sizes, rows, np.int32)
     spans = word_ids = None
     if offsets:
-        spans = np.fromiter(chain.from_iterable(each("offsets")), np.int64, 2 * total).reshape(total, 2)
+        pairs = map(attrgetter("offsets"), encodings)
+        spans = packed([*chain.from_iterable(each)] for each in pairs).astype(np.int64).reshape(total, 2)
     if words:
         word_ids = integers(map(attrgetter("word_ids"), encodings))
     owners = np.arange(rows) if owners is None else owners

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 # A process needs seconds to import torch and create a context; a device needs longer for this number of texts.
 MIN_TEXTS = 50_000
-# Windows of a worker at a time: one is tokenized, one waits, one runs.
-WINDOWS_AHEAD = 3
-# Texts of a window: one or two batches, so that all devices finish at about the same time.
-WINDOW_TEXTS = 2048
+# Windows of a worker at a time: one runs, others are tokenized, wait, or are sent.
+WINDOWS_AHEAD = 5
+# Maximum number of texts of a window.
+WINDOW_TEXTS = 4096
 
 _ALL: WeakSet[Workers] = WeakSet()
 _OF: WeakKeyDictionary[GraphModel, Workers] = WeakKeyDictionary()

@@ -14,9 +14,10 @@ that does not split at spaces reads whole texts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from struct import pack
 from typing import Any
 
@@ -86,7 +87,7 @@ def _ids_of(
     parts: list[str] = [mark[0]] * (2 * len(texts))
     parts[::2] = texts
     encodings = run([parts[i : i + 2 * size] for i in range(0, len(parts), 2 * size)])
-    ids = np.frombuffer(b"".join(map(_packed, encodings)), np.int32)
+    ids = packed(map(attrgetter("ids"), encodings))
     ends = np.flatnonzero(ids == mark[1])
     # One mark follows each text; further marks are in the texts.
     if len(ends) != len(texts):
@@ -94,9 +95,9 @@ def _ids_of(
     return np.delete(ids, ends), np.diff(ends, prepend=-1) - 1
 
 
-def _packed(encoding: tokenizers.Encoding) -> bytes:
-    ids = encoding.ids
-    return pack(f"{len(ids)}i", *ids)
+def packed(lists: Iterable[Sequence[int]]) -> np.ndarray:
+    """Return the numbers of many lists as one int32 array; faster than one iterator of all numbers."""
+    return np.frombuffer(bytearray().join([pack(f"{len(one)}i", *one) for one in lists]), np.int32)
 
 
 # Assumed characters of a token; English has four or five.
