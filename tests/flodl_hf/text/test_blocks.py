@@ -53,6 +53,14 @@ def test_ids_of_blocks_are_those_of_the_texts_alone(tokenizer: Tokenizer, asked:
     assert parted(tokenizer._backend.flat(few)) == one_by_one(tokenizer, few)
 
 
+@pytest.mark.parametrize("text", CORPUS[:2])
+def test_equal_texts_are_tokenized_once(tokenizer: Tokenizer, asked: list[int], text: str) -> None:
+    assert parted(tokenizer._backend.flat([text] * 100)) == one_by_one(tokenizer, [text]) * 100
+    assert max(asked) == 1
+    others = [text, *CORPUS[2:5], text]
+    assert parted(tokenizer._backend.flat(others)) == one_by_one(tokenizer, others)
+
+
 def test_a_text_that_holds_the_mark_is_still_parted_rightly(tokenizer: Tokenizer, asked: list[int]) -> None:
     mark = mark_of(Inner.from_str(tokenizer.to_json()))
     assert mark is not None
