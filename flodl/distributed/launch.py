@@ -191,7 +191,7 @@ class Crew:
         if all(member.ended for member in self._members):
             for member in self._members:
                 member.process.join()
-            self._store = None
+            self._store = self.on_message = None  # a method of the owner would keep it, and its descriptors, alive
             codes = {member.process.exitcode for member in self._members}
             if codes <= {128 + signal.SIGTERM, 128 + signal.SIGINT}:
                 stop_by(max(codes) - 128)

@@ -274,12 +274,18 @@ class Handle:
 
         Raises:
             RankError: a rank failed; its attributes contain which, where and why.
+            TrainError: the run was aborted, or an earlier call reported its failure.
             TrainInterrupted: SIGINT (Ctrl-C) ended the run after it saved its state. A second call returns the result.
             SystemExit: SIGTERM ended the run after it saved its state; the code is 143.
         """
         if self._trained is None:
             with self._audience, self._interrupted():
                 weights = self._crew.wait()[0]
+            if weights is None:
+                raise TrainError(
+                    "join: found no result, because the run was aborted, or a signal or an error ended it. "
+                    "Start again with resume to continue from the last checkpoint."
+                )
             self._trained = self._result(*weights)
         return self._trained
 

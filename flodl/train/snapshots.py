@@ -13,7 +13,7 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import reduction
@@ -84,12 +84,17 @@ class SharedWeights:
             table.append((name, tensor.dtype, tensor.shape, begin))
             size = begin + tensor.nbytes
         os.ftruncate(self.descriptor, size)
-        for name, view in self.read(table).items():
+        for name, view in self._views(table).items():
             view.copy_(tensors[name].detach())
         return table
 
     def read(self, table: list[tuple[Any, ...]]) -> Tensors:
-        """Return the tensors of a table by name, as views of the memory."""
+        """Return the tensors of a table by name, as copies that no other process shares, and empty the memory."""
+        tensors = {name: view.clone() for name, view in self._views(table).items()}
+        os.ftruncate(self.descriptor, 0)
+        return tensors
+
+    def _views(self, table: list[tuple[Any, ...]]) -> Tensors:
         memory = mmap.mmap(self.descriptor, 0)
         return {
             name: torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
@@ -119,8 +124,8 @@ class ModelSnapshot(ModelWeights):
     Attributes:
         step: steps that were done.
         epoch: epochs that were done.
-        parameters: all parameters.
-        buffers: all persistent buffers.
+        parameters: all parameters, without tensors that the model lists as fixed (`fixed_names`), as in `Trained`.
+        buffers: all persistent buffers, without fixed ones.
         metrics: the newest figures: of evaluations, and ``loss`` of training.
     """
 
@@ -200,7 +205,6 @@ class Snapshots:
             return
         remote = trainer.requests.take_snapshots()
         if remote or self.wanted:
-            futures = [self.wanted.popleft() for _ in range(len(self.wanted))]
             names = {name for name, _ in trainer.model.named_parameters(remove_duplicate=False)}
             losses = trainer.log.losses
             metrics = {**({"loss": losses[-1]} if losses else {}), **trainer.evaluator.found}
@@ -208,6 +212,7 @@ class Snapshots:
             self._worker = self._worker or BackgroundWorker("flodl-snapshot")
             with trainer.averaged_weights():
                 copied = copy_in_background(trainer.model, self._worker)
+            futures = list(self._open_requests())
 
             def finish(copied: Future[Tensors]) -> None:
                 try:
@@ -232,5 +237,12 @@ class Snapshots:
         self._closed = reason
         if self._worker is not None:
             self._worker.close()
+        for future in self._open_requests():
+            future.set_exception(TrainError(f"snapshot: none was taken, because {reason}."))
+
+    def _open_requests(self) -> Iterator[Future[ModelSnapshot]]:
+        """Yield the requested futures that were not cancelled; they can no longer be cancelled."""
         while self.wanted:
-            self.wanted.popleft().set_exception(TrainError(f"snapshot: none was taken, because {reason}."))
+            future = self.wanted.popleft()
+            if future.set_running_or_notify_cancel():
+                yield future

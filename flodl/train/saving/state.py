@@ -62,7 +62,7 @@ def learned_tensors(model: nn.Module) -> Tensors:
     odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if odd:
         raise TrainError(
-            f"checkpoint: found values other than tensors in the state_dict: {', '.join(odd[:5])}. Use buffers.",
+            f"state_dict: found values other than tensors: {', '.join(odd[:5])}. Use buffers.",
             names=odd,
         )
     return {name: value for name, value in state.items() if name not in fixed}
@@ -85,7 +85,8 @@ def whole_model(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         tensors: by file.
     """
-    found = {name: tensor for name, tensor in tensors["model"].items() if name != "empty"}
+    # A file without weights contains a tensor "empty" without values.
+    found = {name: tensor for name, tensor in tensors["model"].items() if name != "empty" or tensor.shape != (0,)}
     return found | whole_parts(tensors, MODEL)
 
 

@@ -225,6 +225,25 @@ def test_epoch_figures_do_not_notice_the_interruption(tmp_path):
     assert len(resumed) == 2
 
 
+def test_a_parameter_named_empty_is_resumed(tmp_path):
+    class Named(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.empty = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return super().forward(x) * self.empty
+
+    def made(folder, **settings):
+        trainer = Trainer.builder(lambda device: Named(), adamw(1e-2), step).dataset(Rows()).batch_size(6)
+        return trainer.checkpoints(str(folder)).set(num_epochs=3, seed=11, **settings)
+
+    made(tmp_path / "a").run()
+    made(tmp_path / "b", max_steps=11).run()
+    made(tmp_path / "b").run()
+    assert same_bits(finished(tmp_path / "a"), finished(tmp_path / "b"))
+
+
 # ---- damage ------------------------------------------------------------------------------------------
 
 

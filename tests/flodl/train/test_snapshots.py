@@ -1,5 +1,6 @@
 """A run's weights taken while it goes on, and the handle to ranks that train."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -112,13 +113,14 @@ def test_whoever_waits_when_a_run_fails_is_told():
 
     class Breaks(Callback):
         def on_step_end(self, trainer, result):
-            asked.append(trainer.snapshot())
+            asked.extend((trainer.snapshot(), trainer.snapshot()))
+            asked[0].cancel()
             raise ValueError("boom")
 
     with pytest.raises(ValueError, match="boom"):
         run(callbacks=[Breaks()]).run()
     with pytest.raises(TrainError, match="ended by ValueError"):
-        asked[0].result(timeout=300)
+        asked[1].result(timeout=300)
 
 
 class Slow(Callback):
@@ -215,3 +217,76 @@ def test_a_program_that_leaves_without_waiting_ends_its_ranks(end):
     pids = [int(word) for word in found.stdout.split() if word.isdecimal()]
     assert len(pids) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_result_shares_neither_memory_nor_descriptors():
+    def opened():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before, results = opened(), []
+    for _ in range(3):
+        results.append(run(num_epochs=1).devices(["cpu"], start="fork").start().join())
+    assert opened() == before
+    weights = results[0].state_dict()
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in weights.values())
+    copies = {name: tensor.clone() for name, tensor in weights.items()}
+    if (child := os.fork()) == 0:
+        for tensor in weights.values():
+            tensor.add_(1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert all(torch.equal(tensor, copies[name]) for name, tensor in weights.items())
+
+
+def test_a_run_without_a_result_is_reported():
+    handle = run(num_epochs=500, callbacks=[Slow()]).devices(["cpu"], start="fork").start()
+    handle.abort()
+    for _ in range(2):
+        with pytest.raises(TrainError):
+            handle.join()
+
+
+def test_a_cancelled_request_leaves_the_others():
+    requested = []
+
+    class Cancels(Callback):
+        def on_step_end(self, trainer, result):
+            if trainer.policy.steps == 2:
+                requested.extend(trainer.snapshot() for _ in range(2))
+                requested[0].cancel()
+
+    run(num_epochs=1, callbacks=[Cancels()]).run()
+    assert requested[0].cancelled()
+    assert requested[1].result(timeout=300).step == 2
+
+
+def squared(model, batch):
+    return model(batch["x"]).square().mean()
+
+
+def test_a_request_of_a_model_with_further_state_ends_with_the_run():
+    class Further(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"count": 1}
+
+        def set_extra_state(self, state):
+            pass
+
+    asks = Asks()
+    asks.on_step_end = lambda trainer, result: asks.asked.setdefault(0, trainer.snapshot())
+    with pytest.raises(TrainError) as fault:
+        run(Further(3, 1), callbacks=[asks], train_step=squared).run()
+    assert "checkpoint" not in str(fault.value)
+    assert isinstance(asks.asked[0].exception(timeout=300), TrainError)
+
+
+def test_a_snapshot_leaves_out_fixed_tensors_as_a_result_does():
+    class Partly(torch.nn.Linear):
+        def fixed_names(self):
+            return ("bias",)
+
+    asks = Asks(2)
+    run(Partly(3, 1), callbacks=[asks], train_step=squared).run()
+    found = asks.asked[2].result(timeout=300)
+    assert found.state_dict().keys() == {"weight"}
+    assert torch.equal(found.load_into(Partly(3, 1)).weight, found.parameters["weight"])
