@@ -7,9 +7,9 @@ answers. The tokenizers package creates model inputs; the removed pipeline's rul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -30,6 +30,8 @@ Distinct: TypeAlias = Literal["span", "place", "text"]
 
 # Larger than any number of tokens of a context.
 _APART = 1 << 40
+# Number of spans that are read at once after the first time.
+_SPANS = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +104,29 @@ def decode_answers_batch(
     stream = merge_windows(content, table.owners)
     log_start, log_end, null = _normalisers(starts_ends, nulls, content, stream, table, len(contexts))
     answers: list[list[Answer]] = [[] for _ in contexts]
-    # An answer may be blank or a duplicate, so more starts are read than requested, and more again if too few.
+    # An answer may be blank or a duplicate, so more spans are read than requested, and more again if too few.
     count = 1 if top_k == 1 else 4 * top_k + 8
-    while len(content):
-        first, last, value, least = best_spans(
-            starts_ends, content.row, content.text, max_answer_length, count, len(contexts)
-        )
-        ends, text = np.concatenate([first, last]), content.text[first]
-        if stream is not content:
+    work = [(content, starts_ends, count)] if len(content) else []
+    while work:
+        own, sides, count = work.pop()
+        first, last, value, least = best_spans(sides, own.row, own.text, max_answer_length, count, len(contexts))
+        ends, text = np.concatenate([first, last]), own.text[first]
+        if stream is not own:
             keys = stream.text * _APART + stream.position
-            ends = np.searchsorted(keys, content.text[ends] * _APART + content.position[ends])
+            ends = np.searchsorted(keys, own.text[ends] * _APART + own.position[ends])
         units = units_at(stream, contexts, ends, whole=whole_words)
         start, end = units[0][: len(first)], units[1][len(first) :]
         order = np.lexsort((end, start, -value, text))
         scores = np.minimum(1.0, np.exp(value.astype(np.float64) - (log_start + log_end)[text]))
-        spans = list(zip(*(column[order].tolist() for column in (scores, start, end)), strict=True))
-        heads = np.flatnonzero(np.diff(text[order], prepend=-1)).tolist()
-        for at, (low, high) in zip(np.unique(text).tolist(), pairwise([*heads, len(spans)]), strict=True):
-            answers[at] = _distinct(spans[low:high], str(contexts[at]), top_k, distinct)
-        pending = (np.fromiter(map(len, answers), np.int64, len(answers)) < top_k) & (least > -np.inf)
-        if not pending.any():
-            break
-        kept = np.flatnonzero(pending[content.text])
-        content, starts_ends, count = content.chosen(kept), starts_ends[:, kept], 8 * count
+        spans = zip(*(column[order].tolist() for column in (scores, start, end)), strict=True)
+        for at, size in zip(*(array.tolist() for array in np.unique(text, return_counts=True)), strict=True):
+            answers[at] = _distinct(list(islice(spans, size)), str(contexts[at]), top_k, distinct)
+        found = np.fromiter(map(len, answers), np.int64, len(answers))
+        pending = np.unique(text[(found[text] < top_k) & (least[text] > -np.inf)])
+        size = max(1, _SPANS // count)
+        for part in (pending[at : at + size] for at in range(0, len(pending), size)):
+            tokens = np.flatnonzero(np.isin(own.text, part))
+            work.append((own.chosen(tokens), sides[:, tokens], 3 * count))
     if no_answer:
         for at, log_null in enumerate((null - log_start - log_end).tolist()):
             if np.isfinite(null[at]):  # others have no window
@@ -190,10 +192,11 @@ def _log_sums(logits: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
     return out
 
 
-def _distinct(spans: Sequence[tuple[float, int, int]], context: str, top_k: int, distinct: str) -> list[Answer]:
+def _distinct(spans: Iterable[tuple[float, int, int]], context: str, top_k: int, distinct: str) -> list[Answer]:
     """Return the first answers that are not blank and do not repeat a better one; spans are ``(score, start, end)``."""
     answers: list[Answer] = []
     seen: set[object] = set()
+    taken = bytearray(len(context))
     for score, low, high in spans:
         surface = context[low:high]
         bare = surface.strip()
@@ -201,12 +204,13 @@ def _distinct(spans: Sequence[tuple[float, int, int]], context: str, top_k: int,
         end = start + len(bare)
         if not bare or (start, end) in seen or (distinct == "text" and bare.casefold() in seen):
             continue
-        if distinct != "span" and any(start < a.end and a.start < end for a in answers):
+        if distinct != "span" and taken.find(1, start, end) >= 0:
             continue
         answers.append(Answer(bare, score, start, end))
         if len(answers) == top_k:
             break
         seen |= {(start, end), bare.casefold()}
+        taken[start:end] = b"\1" * len(bare)
     return answers
 
 
@@ -222,19 +226,23 @@ def _with_null(answers: list[Answer], log_null: float, top_k: int, null_margin: 
 
 # Number of tokens per block, so that running sums stay in the cache of a core.
 _BLOCK = 1 << 15
+# Number of sums of spans that are computed at once.
+_BAND = 1 << 15
 
 
 def best_spans(
     logits: np.ndarray, row: np.ndarray, text: np.ndarray, longest: int, count: int, contexts: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return all spans of each context with at least the sum that the ``count`` best starts of a window reach.
+    """Return the ``count`` best spans of each context, and all others that have at least the least of their sums.
+
+    Of a context with several windows, ``count`` spans of each window and more may be returned.
 
     Args:
         logits: of starts and ends, ``(2, tokens)``.
         row: the window of each token, never falling, ``(tokens,)``; a span is within one window.
         text: the context of each token, ``(tokens,)``.
         longest: most tokens of a span.
-        count: number of starts in a window that decide the least sum.
+        count: number of spans of a context.
         contexts: number of contexts.
 
     Returns:
@@ -263,15 +271,29 @@ def best_spans(
         at = stop
     starts = np.flatnonzero(best >= least[text])
     apart = np.arange(min(longest, int(counts.max())))
-    firsts, lasts = [], []
-    for first in np.array_split(starts, len(starts) * len(apart) // (1 << 20) + 1):
+    parts = []
+    for first in np.array_split(starts, len(starts) * len(apart) // _BAND + 1):
         last, stops = first[:, None] + apart, ends[np.searchsorted(ends, first, side="right")]
         sums = logits[0][first][:, None] + logits[1][np.minimum(last, len(row) - 1)]
         which, step = np.nonzero((last < stops[:, None]) & (sums >= least[text[first]][:, None]))
-        firsts.append(first[which])
-        lasts.append(first[which] + step)
-    first, last = np.concatenate(firsts), np.concatenate(lasts)
-    return first, last, logits[0][first] + logits[1][last], least
+        parts.append(_best_of(first[which], first[which] + step, sums[which, step], text, count, least))
+    if len(parts) > 1:
+        first, last, value = map(np.concatenate, zip(*parts, strict=True))
+        parts = [_best_of(first, last, value, text, count, least)]
+    return *parts[0], least
+
+
+def _best_of(
+    first: np.ndarray, last: np.ndarray, value: np.ndarray, text: np.ndarray, count: int, least: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the ``count`` best spans of each context with all ties, and raise ``least`` to the last one's sum."""
+    own = text[first]
+    heads = np.flatnonzero(np.diff(own, prepend=-1, append=-1))
+    for group in np.flatnonzero(np.diff(heads) > count):
+        low, high = heads[group : group + 2]
+        least[own[low]] = max(least[own[low]], np.partition(value[low:high], -count)[-count])
+    kept = value >= least[own]
+    return first[kept], last[kept], value[kept]
 
 
 def _best_from(logits: np.ndarray, counts: np.ndarray, longest: int) -> np.ndarray:

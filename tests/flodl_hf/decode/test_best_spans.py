@@ -67,11 +67,10 @@ def test_best_spans_are_all_from_the_least_sum_on(
     logits = logits.round() if ties else logits
     owner = np.sort(draw.integers(0, 4, len(counts)))
     row, text = np.repeat(np.arange(len(counts)), counts), np.repeat(owner, counts)
-    whole, best_module._BLOCK = best_module._BLOCK, int(draw.integers(1, 30))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(best_module, "_BLOCK", int(draw.integers(1, 30)))
+        patch.setattr(best_module, "_BAND", int(draw.integers(1, 60)))
         first, last, value, least = best_spans(logits, row, text, longest, count, 4)
-    finally:
-        best_module._BLOCK = whole
     sums = {
         (i, j): logits[0][i] + logits[1][j]
         for i in range(len(row))
@@ -81,10 +80,22 @@ def test_best_spans_are_all_from_the_least_sum_on(
     found = dict(zip(zip(first.tolist(), last.tolist(), strict=True), value.tolist(), strict=True))
     assert found == {span: value for span, value in sums.items() if value >= least[text[span[0]]]}
     for own in set(owner.tolist()):
-        starts = {i for i, _ in found if text[i] == own}
-        assert least[own] == -np.inf or len(starts) >= count
+        assert least[own] == -np.inf or sum(text[i] == own for i, _ in found) >= count
         if count == 1:
             assert least[own] == max(value for (i, _), value in sums.items() if text[i] == own)
+
+
+@pytest.mark.parametrize("count", [28, 200])
+@pytest.mark.parametrize("tokens", [25, 100])
+def test_number_of_best_spans_is_bounded(tokens: int, count: int) -> None:
+    draw = np.random.default_rng(0)
+    logits = draw.standard_normal((2, 8 * tokens)).astype(np.float32)
+    text = np.repeat(np.arange(8), tokens)
+    first, _, value, least = best_spans(logits, text, text, 30, count, 8)
+    for own in range(8):
+        sums = np.sort(value[text[first] == own])
+        assert count <= len(sums) <= count + 2  # sums of float32 may be equal
+        assert least[own] == sums[0]
 
 
 def row_of(spans: list[tuple[int, int]], words: Sequence[int | None], first: int) -> Any:

@@ -1,8 +1,8 @@
 """The dictionaries of transformers 5's token-classification pipeline, with all its aggregation strategies.
 
 This file repeats what that pipeline takes for a sub-word, how it groups, and how it drops overlapping
-entities of overlapping windows. ``entities.py`` does each of these by other rules. Strings that only a
-tokenizer can make come in through ``TokenizerFacts``.
+entities of overlapping windows. ``entities.py`` does each of these by other rules. The tokenizer converts
+ids to tokens and tokens to text.
 """
 
 from __future__ import annotations
