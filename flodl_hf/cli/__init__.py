@@ -52,7 +52,7 @@ def _start_ranks(words: list[str]) -> None:
     values = [value for flag, value in pairwise(flags) if flag in ("--devices", "--device")]
     named = values[-1] if values else ""
     number = int(named[:6]) if named.isdecimal() else named.count(",") + 1
-    if number < 2:
+    if number < 2 or {"-h", "--help", "--help-all"} & set(words):
         return
     if words[:1] == ["finetune"]:
         from flodl.fork_server import prepare_ranks

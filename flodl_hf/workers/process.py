@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import socket
@@ -118,12 +119,15 @@ EARLY: list[Process] = []
 def start_early(target: str, devices: Sequence[str]) -> None:
     """Start a process for each CUDA device but the first, before this process imports torch.
 
+    A process that still runs when this one exits is killed, because it notices its closed connection only after imports.
+
     Args:
         target: see `flodl_hf.workers.child.main`; it waits for its job.
         devices: the devices, such as ``cuda:0``.
     """
     for rank, device in enumerate(devices[1:], 1):
         EARLY.append(rank_process(target, rank, len(devices), cuda=int(device[5:])))
+        atexit.register(EARLY[-1].kill)
 
 
 def rank_process(

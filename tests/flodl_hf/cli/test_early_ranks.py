@@ -8,17 +8,21 @@ import sys
 import pytest
 
 PROGRAM = """
-import os, sys
+import os, subprocess, sys
 import flodl.fork_server as server
 import flodl_hf.cli
 import flodl_hf.workers.process as process
 started = []
 server.prepare_ranks = lambda *modules: started.append("torch" in sys.modules)
-process.start_early = lambda target, devices: started.append([*devices, "torch" in sys.modules])
+if {starts!r}:
+    sleeps = [sys.executable, "-c", "import time; time.sleep(100)"]
+    process.rank_process = lambda *args, **kwargs: started.append(args[1]) or subprocess.Popen(sleeps)
+else:
+    process.start_early = lambda target, devices: started.append([*devices, "torch" in sys.modules])
 listed = os.listdir
 os.listdir = lambda path=".": ["nvidia0", "nvidia1", "nvidiactl"] if path == "/dev" else listed(path)
 os.environ.update({visible!r})
-sys.argv = ["flodl-hf", *{words!r}, "--help"]
+sys.argv = ["flodl-hf", *{words!r}]
 try:
     flodl_hf.cli.main()
 except SystemExit:
@@ -26,11 +30,11 @@ except SystemExit:
 """
 
 
-def started(words: list[str], **visible: str) -> str:
-    code = PROGRAM.format(words=words, visible=visible)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[
-        -1
-    ]
+def started(words: list[str], end: str = "--nonsense", starts: bool = False, **visible: str) -> str:
+    code = PROGRAM.format(words=[*words, end], visible=visible, starts=starts)
+    command = [sys.executable, "-c", code]
+    # Ends when no process has the standard output open.
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -58,3 +62,13 @@ def test_ranks_are_prepared_for_several_devices_only(words: list[str], expected:
 def test_ranks_are_prepared_for_visible_devices_only(visible: str, expected: list[object]) -> None:
     words = ["predict", "m", "--in", "a", "--devices", "2"]
     assert started(words, CUDA_VISIBLE_DEVICES=visible) == f"started {expected}"
+
+
+@pytest.mark.parametrize("command", ["finetune", "predict"])
+@pytest.mark.parametrize("option", ["-h", "--help", "--help-all"])
+def test_help_starts_no_ranks(command: str, option: str) -> None:
+    assert started([command, "m", "--in", "a", "--devices", "2"], option) == "started []"
+
+
+def test_no_rank_outlives_wrong_usage() -> None:
+    assert started(["predict", "m", "--in", "a", "--devices", "2"], starts=True) == "started [1]"
