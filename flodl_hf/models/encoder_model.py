@@ -217,7 +217,7 @@ class EncoderModel(FromPretrained, Adapted, TransformersMethods):
         max_shard_size: int | str | None = None,
         extra_files: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Write the model as a Hugging Face folder; see `flodl_hf.checkpoints.saving.export_model`.
+        """Write the model as a Hugging Face folder; see `flodl_hf.models.saving.export_model`.
 
         With an adapter in it the adapter and its head are written, see `save_adapter`; merged, the whole model is.
         """

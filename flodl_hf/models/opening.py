@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self, TypedDict
 
 from flodl.errors import ConfigError
 from flodl_hf.checkpoints.keywords import LOAD, accept_keywords
+from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,8 @@ class FromPretrained:
             dtype: cast the weights to this; None and "auto" take the dtype in ``config.json``, else the stored one (of
                 several dtypes the first tensor's), as transformers does.
             device: where to put the model; None is torch's default device, usually the CPU, "auto" the best there is.
-            devices: devices of predictions, as in `predict`, or "auto" for all; the weights are on the first one.
+            devices: devices of predictions, as in `predict`, or "auto" for all. The weights are on ``device``, which
+                must be one of them, by default the first.
             attention: "sdpa" (fused kernels) or "eager" (plain products).
             labels: names of a new head's labels; a classifier of another size starts fresh.
             num_labels: the same by number alone.
@@ -110,15 +112,23 @@ class FromPretrained:
             ConfigError: the configuration is wrong or not understood.
             CheckpointError: tensors are missing, unexpected, mis-shaped, damaged or not finite.
             DeviceError: the device is not available.
+            PredictError: ``devices`` is not a list of devices, or ``device`` is not one of them.
             TokenizerError: the tokenizer is damaged or has more tokens than the model.
         """
         from flodl_hf.models.pretrained import Wanted, load_model, numbered_labels
 
         if devices is not None:
+            from flodl.devices import find_device
             from flodl_hf.inference.options import RunOptions
 
             chosen = RunOptions().changed({"devices": devices}).devices
-            device = chosen[0] if chosen and device is None else device
+            assert chosen is not None
+            device = chosen[0] if device is None else find_device(device)
+            if (device.type, device.index or 0) not in {(one.type, one.index or 0) for one in chosen}:
+                raise PredictError(
+                    f"device: found {device}, expected one of devices, {', '.join(map(str, chosen))}. Change either.",
+                    device=str(device),
+                )
         wanted = Wanted(
             dtype=dtype,
             device=device,

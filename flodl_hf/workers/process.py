@@ -119,7 +119,7 @@ EARLY: list[Process] = []
 def start_early(target: str, devices: Sequence[str]) -> None:
     """Start a process for each CUDA device but the first, before this process imports torch.
 
-    A process that still runs when this one exits is killed, because it notices its closed connection only after imports.
+    A process that still runs when this one exits is killed: it notices its closed connection only after its imports.
 
     Args:
         target: see `flodl_hf.workers.child.main`; it waits for its job.

@@ -264,13 +264,16 @@ class AdapterFolder:
             alpha = of_pattern(self.values.get("alpha_pattern"), site.theirs, settings.alpha_of())
             scale, on_input = alpha / (rank**0.5 if settings.rslora else rank), False
         shapes = shapes_of(model.graph, site, settings, rank, on_input=on_input)
+        kinds = (LoraPart, ScalePart, RowsPart, *([TablePart] if site.is_table else []))
+        ends = {name: f"{PREFIX}{site.theirs}{end}" for kind in kinds for name, end in ENDS[kind].items()}
         wrong = [
-            f"{PREFIX}{site.theirs}{'.ia3_l' if name == 'scales' else f' ({name})'}: "
+            f"{ends[name]}: "
             + ("missing" if name not in tensors else f"shape {tuple(tensors[name].shape)}, expected {shape}")
             for name, shape in shapes.items()
             if name not in tensors or tuple(tensors[name].shape) != shape
         ]
-        wrong += [f"{PREFIX}{site.theirs} ({name}): not expected" for name in tensors if name not in shapes]
+        expected = ", ".join(ends[name] for name in shapes)
+        wrong += [f"{ends[name]}: expected {expected} and no other tensor" for name in tensors if name not in shapes]
         problems += wrong
         return {} if wrong else parts_of(site, tensors, settings, scale, on_input=on_input)
 

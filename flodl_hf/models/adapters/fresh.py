@@ -277,7 +277,8 @@ class Names:
 
     def theirs(self, name: str) -> str:
         """Return the name of our tensor; with a mark if it is a part of transformers' tensor."""
-        # Where files and modules have different names, the further ones are the modules', except of single tensors.
+        # Where files and modules have different names, the further ones are the modules'. A row of the table for a
+        # single tensor is already the module's name.
         others = [] if name in self._key_map.pairs else self._key_map.also(name)
         return (others[0] if others else self._key_map.theirs(name)).removeprefix(self._bare)
 

@@ -91,6 +91,14 @@ PREFIX = {
 }
 
 
+def _ordered(value: Any) -> Any:
+    """Return a set as a sorted tuple, also inside of a mapping; another value as it is."""
+    # The order of a set differs from process to process, and with it the identity of a run.
+    if isinstance(value, (set, frozenset)):
+        return tuple(sorted(value, key=str))
+    return {name: _ordered(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
+
+
 def _with_words(words: Mapping[str, KeywordAlias]) -> Callable[[K], K]:
     """Return a decorator for settings that take the arguments of peft's configuration too."""
 
@@ -101,8 +109,7 @@ def _with_words(words: Mapping[str, KeywordAlias]) -> Callable[[K], K]:
 
         @wraps(made)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            # The order of a set differs from process to process, and with it the identity of a run.
-            kwargs = {name: tuple(sorted(v, key=str)) if isinstance(v, set) else v for name, v in kwargs.items()}
+            args, kwargs = tuple(map(_ordered, args)), _ordered(kwargs)
             if "r" in kwargs and not {"alpha", "lora_alpha"} & kwargs.keys():
                 kwargs["lora_alpha"] = PEFT_ALPHA
             translated(self, *args, **kwargs)

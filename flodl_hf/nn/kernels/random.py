@@ -1,4 +1,4 @@
-"""What dropout drops: a hash of a seed and of a place, the same forward and backward, and never a mask in memory."""
+"""What dropout drops: a hash of a seed and of a position, the same forward and backward, and never a mask in memory."""
 
 # pyright: reportMissingImports=false, reportCallIssue=false
 
@@ -17,9 +17,9 @@ def keys_of(seed, stream):
 
 @triton.jit
 def kept(one, two, position, p):
-    """Return True where a value stays: each bit of the hash depends on each bit of place and keys.
+    """Return True where a value stays: each bit of the hash depends on each bit of position and keys.
 
-    Philox for each place would cost more than all else in a tile.
+    Philox for each position would cost more than all else in a tile.
     """
     x = position.to(tl.uint32, bitcast=True) ^ one
     x = (x ^ (x >> 16)) * 0x7FEB352D

@@ -20,7 +20,7 @@ from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import AutoModelForMaskedLM, AutoModelForSequenceClassification
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import named
-from flodl_hf.models.adapters import Lora
+from flodl_hf.models.adapters import IA3, Lora
 from flodl_hf.parity.cell import settings_of
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 8, 11, 3]])
@@ -205,3 +205,8 @@ def test_biases_beside_one_matrix_keep_their_names(options: dict[str, Any], tmp_
 def test_sets_of_names_have_one_order() -> None:
     names = {"value", "query", "key", "dense"}
     assert Lora(target_modules=names).targets == Lora(targets=names).targets == tuple(sorted(names))
+    for kind in (set, frozenset):
+        assert IA3(kind(names)).targets == IA3(feedforward_modules=kind(names)).inputs == tuple(sorted(names))
+        assert Lora(8, None, 0.0, kind(names)).targets == tuple(sorted(names))
+        ids = Lora(trainable_token_indices={"word_embeddings": kind({2, 31, 4, 1})}).trainable_token_indices
+        assert ids == {"word_embeddings": (1, 2, 31, 4)}

@@ -76,6 +76,13 @@ def test_a_folder_keeps_the_head_and_is_refused_without(base: Path, scaled: Any,
     save_file(tensors | {name: tensors[name].flatten()}, file)
     with pytest.raises(CheckpointError, match="ia3_l: shape"):
         load(tmp_path / "scales")
+    further = name.replace(".ia3_l", ".lora_B.bias")
+    save_file(tensors | {further: torch.zeros(2)}, file)
+    with pytest.raises(CheckpointError) as refused:
+        load(tmp_path / "scales")
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"{further}: ")
+    assert name in problem
     settings = json.loads((tmp_path / "scales" / "adapter_config.json").read_text())
     (tmp_path / "scales" / "adapter_config.json").write_text(json.dumps(settings | {"unheard_of": 3}))
     with pytest.raises(ConfigError, match="unheard_of"):

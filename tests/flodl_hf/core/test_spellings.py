@@ -59,6 +59,13 @@ def test_devices_that_are_no_list_are_refused_before_loading(demo_model: Path, d
     assert refused.value.devices == devices
 
 
+def test_the_device_of_the_weights_is_one_of_the_devices(demo_model: Path) -> None:
+    assert load(demo_model, devices=["cpu"], device="cpu").device == torch.device("cpu")
+    with pytest.raises(PredictError) as refused:
+        load(demo_model, devices=["cpu"], device="meta")
+    assert refused.value.device == "meta"
+
+
 @pytest.mark.parametrize("call", [predict_file, encode_file])
 def test_file_jobs_take_a_batch_size(call: Any, demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("a fine film\na dull film\n")

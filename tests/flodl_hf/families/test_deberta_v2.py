@@ -21,6 +21,7 @@ from flodl_hf.heads.auto import (
 )
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.attention.disentangled.positions import table_rows
+from flodl_hf.nn.encoder.deberta import MaskedEmbeddings
 from flodl_hf.nn.layout.layouts import Packed, Padded
 
 LENGTHS = (19, 11, 1, 7)
@@ -431,3 +432,10 @@ def test_padded_rows_do_not_reach_the_others() -> None:
     real = Padded.of(inputs["attention_mask"]).mask
     assert real is not None
     assert torch.equal(one[real], two[real])
+
+
+@pytest.mark.parametrize("option", ["norm_bias", "positions_after_pad"])
+def test_embeddings_refuse_options_without_effect(option: str) -> None:
+    options: dict[str, Any] = {option: True}
+    with pytest.raises(TypeError):
+        MaskedEmbeddings(8, 4, 4, 1e-5, 0.0, **options)
