@@ -23,7 +23,7 @@ MOST_TEXT = 2000
 def page_of(result: Any) -> str:
     """Return the results of one text as a piece of HTML, in the form for its kind of records."""
     if result.empty and not result:
-        return f"<div>{_shown(result.given) or '&nbsp;'} <i>(empty)</i></div>"
+        return f"<div>{_shown(result.source) or '&nbsp;'} <i>(empty)</i></div>"
     draw = _PAGES.get(result.called)
     return f"<pre>{escape(repr(result))}</pre>" if draw is None else draw(result)
 
@@ -67,7 +67,7 @@ def _bar(score: float) -> str:
 
 def _labels(result: Any) -> str:
     rows = [(escape(one.label), _bar(one.score)) for one in result[:SHOWN]]
-    return f"<div>{_shown(result.given)}</div>{table(rows)}"
+    return f"<div>{_shown(result.source)}</div>{table(rows)}"
 
 
 def marked(text: str, spans: Iterable[tuple[int, int, str, str]]) -> str:
@@ -92,11 +92,11 @@ def marked(text: str, spans: Iterable[tuple[int, int, str, str]]) -> str:
 
 
 def _entities(result: Any) -> str:
-    return marked(str(result.given), [(e.start, e.end, e.label, f"{e.label} {e.score:.4f}") for e in result])
+    return marked(str(result.source), [(e.start, e.end, e.label, f"{e.label} {e.score:.4f}") for e in result])
 
 
 def _answers(result: Any) -> str:
-    question, context = result.given
+    question, context = result.source
     best = result[0] if len(result) else None
     asked = f"<div><b>{_shown(question)}</b></div>"
     if best is None or best.no_answer:
@@ -115,12 +115,12 @@ def _fills(result: Any) -> str:
     for number, fills in enumerate(result, 1):
         rows = [(f"<b>{escape(fill.token)}</b>", _bar(fill.score), escape(fill.sequence)) for fill in fills[:SHOWN]]
         masks.append((f"<div>mask {number}</div>" if len(result) > 1 else "") + table(rows))
-    return f"<div>{_shown(result.given)}</div>{''.join(masks)}"
+    return f"<div>{_shown(result.source)}</div>{''.join(masks)}"
 
 
 def _ranking(result: Any) -> str:
     rows = [(str(n), f"{one.score:.4f}", _shown(one.text)) for n, one in enumerate(result[:SHOWN], 1)]
-    return f"<div><b>{_shown(result.given)}</b></div>{table(rows, ('', 'score', 'document'))}"
+    return f"<div><b>{_shown(result.source)}</b></div>{table(rows, ('', 'score', 'document'))}"
 
 
 _PAGES: dict[str, Callable[[Any], str]] = {

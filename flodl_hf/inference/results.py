@@ -62,10 +62,10 @@ class Found(Sequence[T]):
     a list of the same records.
 
     Attributes:
-        given: the text; a pair as ``(a, b)``, words as a list.
+        source: the text; a pair as ``(a, b)``, words as a list.
     """
 
-    __slots__ = ("_records", "given")
+    __slots__ = ("_records", "source")
     called: ClassVar[str] = "found"
     """Key of the records in `to_dict`."""
     columns: ClassVar[tuple[str, ...]] = ()
@@ -73,7 +73,7 @@ class Found(Sequence[T]):
 
     def __init__(self, records: Iterable[T] = (), source: Any = "") -> None:
         self._records = records if type(records) is list else list(records)
-        self.given = source
+        self.source = source
 
     # --- a sequence -----------------------------------------------------------------------------
 
@@ -124,13 +124,18 @@ class Found(Sequence[T]):
         return self[name] if name in self.columns else default
 
     @property
+    def given(self) -> Any:
+        """Deprecated name of ``source``."""
+        return self.source
+
+    @property
     def empty(self) -> bool:
         """Whether the text is empty or white space alone; of a pair, whether both of its texts are."""
-        return is_empty(self.given)
+        return is_empty(self.source)
 
     def to_dict(self) -> dict[str, Any]:
         """Return text, records and whether the text was empty, as JSON types."""
-        return {**_texts(self.given), self.called: [plain(record) for record in self], "empty": self.empty}
+        return {**_texts(self.source), self.called: [plain(record) for record in self], "empty": self.empty}
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return a flat row for each record."""
@@ -145,13 +150,13 @@ class Found(Sequence[T]):
 
     def __repr__(self) -> str:
         told = ", ".join(map(_short, self[:3])) + (f", {len(self) - 3} more" if len(self) > 3 else "")
-        return f"{type(self).__name__}({_cut(self.given)}: {told or ('empty' if self.empty else 'none')})"
+        return f"{type(self).__name__}({_cut(self.source)}: {told or ('empty' if self.empty else 'none')})"
 
     def _repr_html_(self) -> str:
         return page_of(self)
 
     def __reduce__(self) -> Any:
-        return type(self), (self._records, self.given)
+        return type(self), (self._records, self.source)
 
 
 # Read by ``keys`` and names where rows of tables are; iterated, it gives its records.
@@ -194,7 +199,7 @@ def _best(name: str, description: str) -> Any:
 
 def _input(description: str, part: int | None = None) -> Any:
     """Return a property: what was predicted, or one part of it."""
-    return property(lambda result: result.given if part is None else result.given[part], doc=description)
+    return property(lambda result: result.source if part is None else result.source[part], doc=description)
 
 
 class Labels(Found["Classification"]):
@@ -241,7 +246,7 @@ class Answers(Found["Answer"]):
     @property
     def empty(self) -> bool:
         """Whether the context is empty or white space alone."""
-        return is_empty(self.given[1])
+        return is_empty(self.source[1])
 
     text: str | None = _best("text", "The best answer, exactly ``context[start:end]``.")
     score: float | None = _best("score", "Its probability.")
@@ -305,7 +310,7 @@ class Fills(Found[list[Fill]]):
 
 
 class Ranking(Found["Ranked"]):
-    """Documents in the order in which they fit a query; ``given`` is the query."""
+    """Documents in the order in which they fit a query; ``source`` is the query."""
 
     __slots__ = ()
     called = "documents"
@@ -315,11 +320,11 @@ class Ranking(Found["Ranked"]):
     @property
     def empty(self) -> bool:
         """Whether there is nothing to rank."""
-        return not self._records and is_empty(self.given)
+        return not self._records and is_empty(self.source)
 
     def to_dict(self) -> dict[str, Any]:
         """Return query and documents as JSON types."""
-        return {"query": self.given, "documents": self.to_rows()}
+        return {"query": self.source, "documents": self.to_rows()}
 
 
 class Results(list[R]):

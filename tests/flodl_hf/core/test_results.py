@@ -49,7 +49,9 @@ def test_it_is_a_sequence_of_its_records(kind: str) -> None:
     assert bool(found)
     for again in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found), copy.copy(found)):
         assert type(again) is type(found)
-        assert (again, again.given) == (found, found.given)
+        assert (again, again.source) == (found, found.source)
+    assert type(found)(records=list(found), source="x").source == "x"
+    assert found.given == found.source  # deprecated
 
 
 @kinds
