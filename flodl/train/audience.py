@@ -77,8 +77,7 @@ def _monitor_of(settings: Settings) -> Any:
     if isinstance(wanted, Monitor):
         return wanted
     monitor = Monitor(folder=settings.folder, quiet=True)
-    url = monitor.serve(None if wanted is True else wanted)
-    print(f"watch this run at {url}", file=sys.stderr, flush=True)
+    print("watch this run at", monitor.serve(None if wanted is True else wanted), file=sys.stderr, flush=True)
     return monitor
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load as parse_tensors
 from torch import nn
 
-from flodl.devices import cuda_count
+from flodl.devices import pick_device
 from flodl.distributed.group import Ranks
 from flodl.distributed.launch import launch
 from flodl.errors import TrainError, TrainInterrupted
@@ -61,8 +61,7 @@ class Trained(ModelWeights):
         state = model_state(model, keep=keep)
         if not keep:
             return cls({}, {}, whole=False)
-        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        return cls(*cls.split(state, state.keys() - names))
+        return cls(*cls.split(state, state.keys() - dict(model.named_parameters(remove_duplicate=False))))
 
     def __repr__(self) -> str:
         if not self.whole:
@@ -135,8 +134,7 @@ class Handle:
     def __init__(self, plan: RunPlan, make_trainer: Callable[[RunPlan], Any]) -> None:
         names, settings = plan.settings.device_names, plan.settings
         self.world_size = len(names)
-        usual = [f"cuda:{rank % cuda_count()}" if cuda_count() else "cpu" for rank in range(self.world_size)]
-        self.devices = [name or other for name, other in zip(names, usual, strict=True)]
+        self.devices = [name or str(pick_device(None, rank)) for rank, name in enumerate(names)]
         self._plan = plan
         self._events = Events()
         self._metrics: list[EpochMetrics] = []
@@ -332,5 +330,5 @@ def _run_rank(ranks: Ranks, plan: RunPlan, make_trainer: Callable[[RunPlan], Any
         return None
     model = trainer.model
     state = model_state(model, keep=ranks.rank == 0) if trainer.sharded else learned_tensors(model)
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return (shared.write(state), list(state.keys() - names)) if ranks.rank == 0 else None
+    buffers = state.keys() - dict(model.named_parameters(remove_duplicate=False))
+    return (shared.write(state), list(buffers)) if ranks.rank == 0 else None

@@ -65,24 +65,29 @@ class SharedWeights:
     """Memory in which rank 0 leaves its weights for the process that started it, which a pipe would copy slowly.
 
     Args:
-        descriptor: of the memory, in a process that received it; None creates it.
+        received: in a new process, the duplicate of the descriptor that pickle sent; None creates the memory.
     """
 
-    def __init__(self, descriptor: int | None = None) -> None:
-        self.descriptor = _memory() if descriptor is None else descriptor
+    def __init__(self, received: Any = None) -> None:
+        if received is not None:
+            self.descriptor = received.detach()
+        elif hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("flodl")
+        else:  # a file without a name
+            self.descriptor = os.dup(tempfile.TemporaryFile().fileno())
         weakref.finalize(self, os.close, self.descriptor)
 
     def __reduce__(self) -> Any:
         """Return what a new process needs to open the same memory."""
-        return _received, (reduction.DupFd(self.descriptor),)
+        return SharedWeights, (reduction.DupFd(self.descriptor),)
 
     def write(self, tensors: Tensors) -> list[tuple[Any, ...]]:
         """Copy tensors of any device into the memory and return their table, for `read` in the other process."""
         table, size = [], 1
         for name, tensor in tensors.items():
             begin = -(-size // ALIGNMENT) * ALIGNMENT
-            table.append((name, tensor.dtype, tensor.shape, begin))
             size = begin + tensor.nbytes
+            table.append((name, tensor.dtype, tensor.shape, slice(begin, size)))
         os.ftruncate(self.descriptor, size)
         for name, view in self._views(table).items():
             view.copy_(tensors[name].detach())
@@ -95,26 +100,8 @@ class SharedWeights:
         return tensors
 
     def _views(self, table: list[tuple[Any, ...]]) -> Tensors:
-        memory = mmap.mmap(self.descriptor, 0)
-        return {
-            name: torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
-            if shape.numel()
-            else torch.empty(shape, dtype=dtype)
-            for name, dtype, shape, begin in table
-        }
-
-
-def _received(duplicate: Any) -> SharedWeights:
-    return SharedWeights(duplicate.detach())
-
-
-def _memory() -> int:
-    """Return the descriptor of memory that processes can share; of a file without a name where there is none."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("flodl")
-    descriptor, path = tempfile.mkstemp()
-    os.unlink(path)
-    return descriptor
+        memory = torch.frombuffer(mmap.mmap(self.descriptor, 0), dtype=torch.uint8)
+        return {name: memory[part].view(dtype).view(shape) for name, dtype, shape, part in table}
 
 
 @dataclass(frozen=True)
@@ -215,12 +202,11 @@ class Snapshots:
             futures = list(self._open_requests())
 
             def finish(copied: Future[Tensors]) -> None:
-                try:
-                    tensors = copied.result()
-                except BaseException as fault:
+                if fault := copied.exception():
                     for future in futures:
                         future.set_exception(fault)
                     return
+                tensors = copied.result()
                 made = ModelSnapshot(*about, *ModelWeights.split(tensors, tensors.keys() - names), metrics)
                 self._to_send.extend([made] * remote)
                 for future in futures:

@@ -39,14 +39,10 @@ def trial_of(plan: RunPlan, callback: Callback, **settings: Any) -> RunPlan:
     """Return the plan of a run on a copy of the model and one device, which writes nothing."""
     plan.check(1)
     given = plan.settings
-    first = {"devices": given.device_names[0]}
-    settings = {**ALONE, **first, **settings, "callbacks": (*given.callbacks, callback)}
+    settings = {**ALONE, "devices": given.device_names[0], **settings, "callbacks": (*given.callbacks, callback)}
     own: Any = {"functions": (), "metrics_fn": None, "eval_fn": None, "subscribers": ()}
-
-    def copied(device: torch.device) -> Any:
-        return copy.deepcopy(plan.model_factory(device))
-
-    return replace(plan, model_factory=copied, settings=replace(given, **settings), **own)
+    own["model_factory"] = lambda device: copy.deepcopy(plan.model_factory(device))
+    return replace(plan, settings=replace(given, **settings), **own)
 
 
 @dataclass(frozen=True)
