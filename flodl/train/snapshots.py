@@ -74,7 +74,8 @@ class SharedWeights:
         elif hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create("flodl")
         else:  # a file without a name
-            self.descriptor = os.dup(tempfile.TemporaryFile().fileno())
+            with tempfile.TemporaryFile() as file:
+                self.descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self.descriptor)
 
     def __reduce__(self) -> Any:
@@ -167,7 +168,7 @@ class Snapshots:
         self.trainer = trainer
         self.wanted: deque[Future[ModelSnapshot]] = deque()
         self._to_send: deque[ModelSnapshot] = deque()
-        self._worker: BackgroundWorker | None = None
+        self._worker = BackgroundWorker("flodl-snapshot")
         self._closed: str | None = None
 
     def ask(self) -> Future[ModelSnapshot]:
@@ -196,7 +197,6 @@ class Snapshots:
             losses = trainer.log.losses
             metrics = {**({"loss": losses[-1]} if losses else {}), **trainer.evaluator.found}
             about = trainer.policy.steps, trainer.epoch_number
-            self._worker = self._worker or BackgroundWorker("flodl-snapshot")
             with trainer.averaged_weights():
                 copied = copy_in_background(trainer.model, self._worker)
             futures = list(self._open_requests())
@@ -221,8 +221,7 @@ class Snapshots:
     def close(self, reason: str = "the run is over") -> None:
         """Accept no further requests, and end those that are open with an error."""
         self._closed = reason
-        if self._worker is not None:
-            self._worker.close()
+        self._worker.close()
         for future in self._open_requests():
             future.set_exception(TrainError(f"snapshot: none was taken, because {reason}."))
 
