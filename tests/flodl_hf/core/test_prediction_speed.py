@@ -499,8 +499,9 @@ def test_large_batches_are_recorded_and_give_what_they_gave(
     assert len(engine.recorder) == known + 1
 
 
+@pytest.mark.parametrize("texts", ["a good cat", ["a good cat", "a bad dog"]], ids=["one", "several"])
 def test_a_change_is_seen_although_the_device_starts_before_anybody_looked(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch, texts: Any
 ) -> None:
     model: Any = make("bert", "sequence_classification")
     started: list[Any] = []
@@ -509,7 +510,7 @@ def test_a_change_is_seen_although_the_device_starts_before_anybody_looked(
 
     def ask(starts: int) -> Any:
         started.clear()
-        found = model.predict("a good cat")
+        found = model.predict(texts)
         assert len(started) == starts
         return found
 
