@@ -224,7 +224,10 @@ class Crew:
             hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
             self._failed(rank, reason=f"killed by {name}{hint}")
         else:
-            self._failed(rank, reason=f"left with exit code {code} before its work was done")
+            guard = 'if __name__ == "__main__":'
+            unguarded = f" (each rank imports the script: put the call under `{guard}`)" if code == 1 else ""
+            hint = unguarded if self.board.phase(rank) == "spawn" and self.start != "fork" else ""
+            self._failed(rank, reason=f"left with exit code {code} before its work was done{hint}")
 
     def _look_for_frozen(self) -> None:
         now = time.monotonic()

@@ -14,6 +14,8 @@ from flodl_hf.checkpoints.keywords import DTYPE_SPELLINGS, PRECISION_SPELLINGS
 
 SPELLINGS = {"--precision": PRECISION_SPELLINGS, "--dtype": DTYPE_SPELLINGS}
 """Further values of options."""
+DATA = ("train", "eval", "data", "source", "corpus", "vectors")
+"""Options of data. A repeated one raises an error; of other options, the last value applies."""
 
 
 class StrictCommand(TyperCommand):
@@ -44,7 +46,8 @@ class StrictCommand(TyperCommand):
         """Parse arguments.
 
         Raises:
-            typer.BadParameter: one option is given under two names, with different values, or was removed.
+            typer.BadParameter: one option is given under two names with different values, data is given twice, or an
+                option was removed.
         """
         options: list[Any] = self.params
         for option in options:
@@ -59,6 +62,10 @@ class StrictCommand(TyperCommand):
                 given = " and ".join(f"{name} {value}" for name, value in names)
                 what = f" ({text.partition('. ')[0].rstrip('.')})" if (text := getattr(option, "help", None)) else ""
                 raise typer.BadParameter(f"{given} are aliases{what}; pass only one", ctx=ctx, param=option)
+            files = list(dict.fromkeys(value for _, value in names)) if option.name in DATA else []
+            if len(files) > 1:
+                found = f"{names[0][0]}: found {' and '.join(files)}; expected one value"
+                raise typer.BadParameter(f"{found}. Join several files into one.", ctx=ctx, param=option)
         return super().parse_args(ctx, args)
 
 
@@ -81,7 +88,7 @@ def spelled(args: Sequence[str]) -> list[str]:
 def names_given(option: Any, args: Sequence[str]) -> list[tuple[str, str]]:
     """Return under which of its names an option with a value is given, and with which values."""
     found: list[tuple[str, str]] = []
-    if getattr(option, "is_flag", True) or getattr(option, "count", False) or len(option.opts) < 2:
+    if getattr(option, "is_flag", True) or getattr(option, "count", False):
         return found
     words = list(args[: args.index("--")] if "--" in args else args)
     for word, after in zip_longest(words, words[1:], fillvalue=""):

@@ -154,9 +154,10 @@ def _values(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
     values |= {name: value for name, value in {**named, **options}.items() if value is not None}
     absent = [name for name in ("model", "train") if values.get(name) is None]
     if absent:
+        nouns = [{"train": "training data"}.get(name, name) for name in absent]
         meant = [f"; the recipe has {name!r}{hint}" for name in values if (hint := nearest(name, absent))]
         raise ConfigError(
-            f"finetune: found no {' and no '.join(absent)}{''.join(meant)}; give MODEL and --train, or a --recipe that "
+            f"finetune: found no {' and no '.join(nouns)}{''.join(meant)}; give MODEL and --train, or a --recipe that "
             "names them",
             problems=absent,
         )
@@ -402,7 +403,7 @@ def _default(value: Any) -> str:
 _TABLE = [name for name, (_, row) in HINTS.items() if row.metadata["cli"]]
 PARAMETERS = [
     argument("model", str | None, "MODEL", "A local folder or a Hub name.", None),
-    argument("data", str | None, "TRAIN", "Training data, as of --train.", None),
+    argument("data", str | None, "TRAIN", "Training data; the same as --train.", None),
     option("train", str, "Training data: CSV, TSV, JSON lines, Parquet, CoNLL, SQuAD JSON or text; for vectors "
            "also several as name=file,name=file.", "-t"),
     option("eval", str, "Held-out data, evaluated after each epoch: a file, several as name=file,name=file, or a "

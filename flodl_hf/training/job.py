@@ -267,7 +267,8 @@ def plan_job(
         timing,
     )  # fmt: skip
     _ = job.schedule  # values that it cannot have are refused now
-    if tell is not None and (few := few_steps(job.steps, job.options)) is not None:
+    is_new = known.head != task.head or bool(opened.untrained) or options.new_head
+    if tell is not None and is_new and (few := few_steps(job.steps, job.options)) is not None:
         tell(few)
     return job
 

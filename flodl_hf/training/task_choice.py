@@ -162,11 +162,16 @@ def task_line(task: Task, rows: Sequence[Any], requested: str | None) -> str:
     found = {f.name: getattr(columns, f.name) for f in fields(columns) if f.name != "task"}
     roles = [f"{role.replace('_', ' ')} {_quoted(name)}" for role, name in found.items() if name]
     parts = [f"task {name_of(task)} from {', '.join(roles)}"]
-    if task.labels is not None and task.kind != "regression":
+    if isinstance(task, EmbeddingTask):
+        forms = {table.form: ", ".join(map(repr, table.sources[0])) for table in task.tables.values()}
+        parts.append("; ".join(f"{form.replace('_', ' ')} of {names}" for form, names in forms.items()))
+    elif name_of(task) == "rank":
+        parts.append("a score for each pair of texts")
+    elif task.labels is not None and task.kind != "regression":
         names = [printable(name, 40)[1:-1] for name in task.labels[:NAMED]]
         more = f", and {len(task.labels) - NAMED} more" if len(task.labels) > NAMED else ""
-        several = ", any number of them a text" if task.kind == "multi_label" else ""
-        parts.append(f"{len(task.labels)} labels{several}: {', '.join(names)}{more}")
+        several = ", any number per text" if task.kind == "multi_label" else ""
+        parts.append(f"{len(task.labels)} label{'s' * (len(task.labels) != 1)}{several}: {', '.join(names)}{more}")
     elif task.kind == "regression":
         count = len(task.labels or ())
         parts.append("a number for each text" if count < 2 else f"{count} numbers for each text")
@@ -273,8 +278,8 @@ def _columns_for(named: str, columns: Columns, row: Mapping[str, Any]) -> Column
                 task="sequence-classification", text=columns.question, text_pair=columns.context, label=label
             )
     raise ConfigError(
-        f"task: found {named}, and the columns {list(row)} are for {columns.task}; expected other columns "
-        "(columns={'text': ..., 'label': ...}) or leave the task out",
+        f"task: found {named}, and the columns {list(row)} are for {columns.task}; expected columns for {named}. Name "
+        "them with columns={'text': ..., 'label': ...}, or select another task",
         problems=["task"],
     )
 

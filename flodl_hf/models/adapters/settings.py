@@ -367,8 +367,9 @@ def read_adapter(values: Mapping[str, Any]) -> tuple[Settings | None, list[str]]
     except (ConfigError, TypeError) as fault:
         return None, [f"adapter: {fault}"]
     if adapter is not None and not isinstance(adapter, Settings):
-        found = type(adapter).__name__
-        return None, [f"adapter: found {found}; expected Lora, IA3, Prompt or Prefix of flodl_hf.models.adapters"]
+        found = repr(adapter) if isinstance(adapter, str) else type(adapter).__name__
+        expected = "Lora, IA3, Prompt or Prefix of flodl_hf.models.adapters, or a mapping such as {type: ia3}"
+        return None, [f"adapter: found {found}; expected {expected}"]
     return adapter if rank is None else Lora(rank), []
 
 

@@ -261,3 +261,11 @@ def test_prepared_ranks_are_forked_by_one_process_and_their_faults_are_named(mon
     with pytest.raises(RankError) as caught:
         launch(place_of, (True,), ranks=2).wait()
     assert (caught.value.rank, "SIGKILL" in caught.value.reason) == (1, True)
+
+
+def test_a_script_without_a_main_guard_is_named_as_the_cause(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text("from flodl.distributed import launch\nlaunch(print, (), ranks=2).wait()\n")
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert 'if __name__ == "__main__":' in ended.stderr.rpartition("RankError:")[2]

@@ -168,6 +168,13 @@ def test_one_option_under_two_names_with_one_value_is_taken(tmp_path: Path) -> N
     assert "absent.csv: no such file" in done.stderr
 
 
+@pytest.mark.parametrize("more", [["--train", "b.csv"], ["-t", "b.csv"], ["--train=b.csv"]])
+def test_a_second_file_of_training_data_is_not_dropped(more: list[str]) -> None:
+    said = " ".join(run("finetune", "base", "--train", "a.csv", *more, code=2).stderr.replace("│", " ").split())
+    assert "a.csv" in said
+    assert "b.csv" in said
+
+
 def test_a_recipe_with_a_misspelt_name_is_told_what_was_meant(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("modle: base\ntrain: rows.csv\n")
     said = run("finetune", "--recipe", tmp_path / "a.yaml", code=1).stderr

@@ -12,7 +12,7 @@ import torch
 from finetune_tables import TABLES, labelled, sentences
 
 from flodl.errors import ConfigError, DataError
-from flodl_hf.training import demo
+from flodl_hf.training import demo, finetune
 from flodl_hf.training.data import read_tables
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
@@ -135,10 +135,17 @@ def test_what_is_learned_is_said_in_a_line_with_its_columns(task: str, said: str
         ([{"text": text, "label": i / 7} for i, text in enumerate(TEXTS)], "a number for each text"),
         (
             [{"text": text, "labels": ["a", "b"][: 1 + i % 2]} for i, text in enumerate(TEXTS)],
-            "2 labels, any number of them a text: a, b",
+            "2 labels, any number per text: a, b",
         ),
         ([{"text": text, "label": f"c{i // 2:x}"} for i, text in enumerate(TEXTS * 2)], "c7, and 4 more"),
-        ([{"anchor": text, "positive": text} for text in TEXTS], "embedding from text 'anchor', text pair 'positive'"),
+        (
+            [{"anchor": text, "positive": text} for text in TEXTS],
+            "embedding from text 'anchor', text pair 'positive'; pairs of 'anchor', 'positive'; ",
+        ),
+        (
+            [{"anchor": text, "positive": text, "negative": text} for text in TEXTS],
+            "triplets of 'anchor', 'positive', 'negative'; ",
+        ),
         (
             [{"prompt": text, "choice0": "a", "choice1": "b", "label": 0} for text in TEXTS],
             "multiple_choice from prompt 'prompt', choices 'choice0', 'choice1', label 'label'",
@@ -147,6 +154,22 @@ def test_what_is_learned_is_said_in_a_line_with_its_columns(task: str, said: str
 )
 def test_labels_of_every_kind_are_said(rows: list[dict[str, Any]], said: str) -> None:
     assert said in task_line(chosen(rows), rows, None)
+
+
+def test_a_trained_head_is_not_called_new(base: Path, tmp_path: Path) -> None:
+    rows = TABLES["sequence_classification"](12)
+    finetune(base, train=rows, max_steps=1, out=tmp_path / "trained")
+    for options, count in (({}, 2), ({"new_head": True}, 3)):  # the task, the batch size, and few steps
+        lines: list[str] = []
+        plan_job(tmp_path / "trained", rows, None, make_options(options), tell=lines.append)
+        assert len(lines) == count
+
+
+def test_the_line_of_a_ranker_names_a_score_and_no_labels() -> None:
+    rows = [{"query": text, "passage": text, "label": i % 2} for i, text in enumerate(TEXTS)]
+    line = task_line(chosen(rows, task="rank"), rows, "rank")
+    assert "a score for each pair of texts" in line
+    assert "LABEL_0" not in line
 
 
 # ---- values that cannot be ----------------------------------------------------------------------------
