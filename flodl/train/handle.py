@@ -36,8 +36,9 @@ class Trained(ModelWeights):
     the weights raises an error.
 
     Attributes:
-        parameters: all parameters.
-        buffers: all persistent buffers.
+        parameters: all parameters, without tensors that the model lists as fixed (`fixed_names`), such as the base of
+            an adapter.
+        buffers: all persistent buffers, without fixed ones.
         metrics: the figures of each epoch that this process received.
         whole: whether the weights are on this rank.
         in_place: whether this process trained the model, which has the weights.
