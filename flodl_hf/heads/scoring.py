@@ -7,25 +7,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.models.outputs import (
-    MaskedLMOutput,
-    MultipleChoiceOutput,
-    NextSentenceOutput,
-    ReplacedTokensOutput,
-    SequenceClassificationOutput,
-    TokenClassificationOutput,
-)
-
-Scores = (
-    SequenceClassificationOutput | TokenClassificationOutput | MaskedLMOutput | MultipleChoiceOutput
-    | NextSentenceOutput | ReplacedTokensOutput
-)  # fmt: skip
+from flodl_hf.models.outputs import ScoresOutput
 
 
 class ScoringModel(EncoderModel):
     """An encoder with a head that returns one tensor of scores."""
 
-    output: ClassVar[type[Scores]]
+    output: ClassVar[type[ScoresOutput]]
 
     def forward(
         self,
@@ -39,7 +27,7 @@ class ScoringModel(EncoderModel):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
         return_dict: bool = True,
-    ) -> Scores | tuple[Any, ...]:
+    ) -> ScoresOutput | tuple[Any, ...]:
         """Return the scores, and the loss if labels were given.
 
         Args:

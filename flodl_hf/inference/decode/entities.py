@@ -25,11 +25,8 @@ from flodl_hf.inference.decode.rows import (
     content_of,
     merge_windows,
     not_finite,
-    pairs_of,
 )
 from flodl_hf.inference.decode.words import Words, trimmed, words_of
-
-SchemeName: TypeAlias = Literal["BIO", "BIOES", "BILOU", "BMES", "IO", "plain", "tags"]
 
 OUTSIDE = "O"
 
@@ -43,14 +40,11 @@ _CODES = {"B": BEGIN, "I": INSIDE, "M": INSIDE, "E": END, "L": END, "S": SINGLE,
 class TagScheme:
     """A label set read as tags: for each id its part of an entity and the entity's name.
 
-    Schemes are detected from the labels alone: ``IO`` (``I-PER``), ``BIO`` (``B-``, ``I-``), ``BIOES``
-        (also
-    ``E-``, ``S-``), ``BILOU`` (``L-``, ``U-``), ``BMES`` (``M-``), ``plain`` (names such as ``PER`` or
-    ``credit-card`` with an outside label) and ``tags`` (names without an outside label, as in part-of-speech
-    tagging, where every word stands for itself).
+    Schemes are detected from the labels alone: IO (``I-PER``), BIO (``B-``, ``I-``), BIOES (also ``E-``, ``S-``),
+    BILOU (``L-``, ``U-``), BMES (``M-``), plain names (``PER`` or ``credit-card``) with an outside label, and names
+    without an outside label, as in part-of-speech tagging, where every word is a span of its own.
 
     Attributes:
-        name: the scheme.
         labels: label names by id.
         parts: code per id, ``(labels,)``: 0 outside, 1 begin, 2 inside, 3 end, 4 single.
         entities: index into ``entity_names`` per id, ``(labels,)``.
@@ -60,7 +54,6 @@ class TagScheme:
         may_end: whether a text may end with the label, ``(labels,)``.
     """
 
-    name: SchemeName
     labels: tuple[str, ...]
     parts: np.ndarray
     entities: np.ndarray
@@ -78,10 +71,10 @@ class TagScheme:
 @lru_cache(maxsize=64)
 def _detected(labels: tuple[str, ...]) -> TagScheme:
     split = _keep_real_prefixes(labels, [_split(label) for label in labels])
-    found = _scheme_of(labels, {letter for letter, _ in split if letter})
+    untagged = INSIDE if OUTSIDE in labels or any(letter for letter, _ in split) else SINGLE
     parts = np.array(
         [
-            OUT if label == OUTSIDE else SINGLE if found == "tags" else _CODES[letter] if letter else INSIDE
+            OUT if label == OUTSIDE else _CODES[letter] if letter else untagged
             for label, (letter, _) in zip(labels, split, strict=True)
         ],
         np.int8,
@@ -90,7 +83,7 @@ def _detected(labels: tuple[str, ...]) -> TagScheme:
     names = tuple(index)
     entities = np.array([index[entity] for _, entity in split], np.int64)
     allowed, may_start, may_end = _transitions(parts, entities)
-    return TagScheme(found, tuple(labels), parts, entities, names, allowed, may_start, may_end)
+    return TagScheme(labels, parts, entities, names, allowed, may_start, may_end)
 
 
 def _split(label: str) -> tuple[str | None, str]:
@@ -121,18 +114,6 @@ def _keep_real_prefixes(labels: Sequence[str], split: list[tuple[str | None, str
         (letter, entity) if letter and (entity in anchored or letter in tag_letters) else (None, label)
         for label, (letter, entity) in zip(labels, split, strict=True)
     ]
-
-
-def _scheme_of(labels: Sequence[str], used: set[str]) -> SchemeName:
-    if not used:
-        return "plain" if OUTSIDE in labels else "tags"
-    if used & {"L", "U"}:
-        return "BILOU"
-    if "M" in used:
-        return "BMES"
-    if used & {"E", "S"}:
-        return "BIOES"
-    return "BIO" if "B" in used else "IO"
 
 
 def _transitions(parts: np.ndarray, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -320,9 +301,8 @@ def _entities(
     for i, word in enumerate(bare):
         if word is not surfaces[i] or not word:
             starts[i], ends[i] = trimmed(texts[int(owners[i])], starts[i], ends[i])
-    found = build_records(
-        Entity, labels, means.tolist(), starts, ends, bare, pairs_of(*spans[:2]), pairs_of(*spans[2:])
-    )
+    words, tokens = (zip(first.tolist(), last.tolist(), strict=True) for first, last in (spans[:2], spans[2:]))
+    found = build_records(Entity, labels, means.tolist(), starts, ends, bare, words, tokens)
     if "" in bare:
         there = np.fromiter(map(bool, bare), bool, len(bare))
         owners, found = owners[there], [entity for entity in found if entity.word]

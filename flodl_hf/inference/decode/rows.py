@@ -6,7 +6,6 @@ are created by `flodl_hf.inference.token_table`, and every other file of this pa
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, make_dataclass
 from functools import cache
@@ -62,37 +61,6 @@ def build_records(kind: type[T], *columns: Iterable[Any]) -> list[T]:
     for record in found:
         record.__class__ = kind
     return found
-
-
-class _Pairs(dict[int, tuple[int, int]]):
-    """Pairs by a number that encodes both; created on demand."""
-
-    def __missing__(self, key: int) -> tuple[int, int]:
-        first, second = divmod(key, _APART)
-        found = self[key] = (first, second)
-        return found
-
-
-_APART = 1 << 32
-# Words and tokens of texts of ordinary length; entries beyond that are evicted periodically.
-_MOST_PAIRS = 1 << 16
-_PAIRS = threading.local()
-
-
-def pairs_of(first: np.ndarray, second: np.ndarray) -> list[tuple[int, int]]:
-    """Return ``list(zip(first, second))`` of integers, equal pairs being one object.
-
-    Spans of words repeat from text to text, and each new tuple is one more object for the collector of cycles to
-    traverse: with a large program's heap, that is most of the cost of an answer.
-
-    Args:
-        first: integers, ``(n,)``.
-        second: integers from 0 to 2**32, ``(n,)``.
-    """
-    known: _Pairs = _PAIRS.__dict__.setdefault("known", _Pairs())
-    if len(known) > _MOST_PAIRS:
-        known.clear()
-    return list(map(known.__getitem__, (first * _APART + second).tolist()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,28 +11,28 @@ from flodl_hf.inference.decode.entities import TagScheme
 
 
 @pytest.mark.parametrize(
-    ("labels", "scheme", "entities"),
+    ("labels", "parts", "entities"),
     [
-        (["O", "B-PER", "I-PER", "B-LOC", "I-LOC"], "BIO", ["O", "PER", "PER", "LOC", "LOC"]),
-        (["O", "B_PER", "I_PER"], "BIO", ["O", "PER", "PER"]),
-        (["O", "I-PER", "I-LOC"], "IO", ["O", "PER", "LOC"]),
-        (["O", "B-X", "I-X", "E-X", "S-X"], "BIOES", ["O", "X", "X", "X", "X"]),
-        (["B-X", "L-X", "I-X", "O", "U-X"], "BILOU", ["X", "X", "X", "O", "X"]),
-        (["O", "B-X", "M-X", "E-X", "S-X"], "BMES", ["O", "X", "X", "X", "X"]),
-        (["O", "credit-card", "e-mail"], "plain", ["O", "credit-card", "e-mail"]),
-        (["O", "E-mail", "S-bahn"], "plain", ["O", "E-mail", "S-bahn"]),
-        (["O", "I-94", "passport"], "plain", ["O", "I-94", "passport"]),
-        (["O", "B-PER", "I-PER", "E-mail"], "BIO", ["O", "PER", "PER", "E-mail"]),
-        (["O", "B-PER", "I-PER", "X", "[SEP]"], "BIO", ["O", "PER", "PER", "X", "[SEP]"]),
-        (["O", "B-X", "I-X", "E-X", "S-X", "S-Y"], "BIOES", ["O", "X", "X", "X", "X", "Y"]),
-        (["O", "B-credit-card", "I-credit-card"], "BIO", ["O", "credit-card", "credit-card"]),
-        (["NOUN", "VERB"], "tags", ["NOUN", "VERB"]),
-        (["O", "PER"], "plain", ["O", "PER"]),
+        (["O", "B-PER", "I-PER", "B-LOC", "I-LOC"], "OBIBI", ["O", "PER", "PER", "LOC", "LOC"]),
+        (["O", "B_PER", "I_PER"], "OBI", ["O", "PER", "PER"]),
+        (["O", "I-PER", "I-LOC"], "OII", ["O", "PER", "LOC"]),
+        (["O", "B-X", "I-X", "E-X", "S-X"], "OBIES", ["O", "X", "X", "X", "X"]),
+        (["B-X", "L-X", "I-X", "O", "U-X"], "BEIOS", ["X", "X", "X", "O", "X"]),
+        (["O", "B-X", "M-X", "E-X", "S-X"], "OBIES", ["O", "X", "X", "X", "X"]),
+        (["O", "credit-card", "e-mail"], "OII", ["O", "credit-card", "e-mail"]),
+        (["O", "E-mail", "S-bahn"], "OII", ["O", "E-mail", "S-bahn"]),
+        (["O", "I-94", "passport"], "OII", ["O", "I-94", "passport"]),
+        (["O", "B-PER", "I-PER", "E-mail"], "OBII", ["O", "PER", "PER", "E-mail"]),
+        (["O", "B-PER", "I-PER", "X", "[SEP]"], "OBIII", ["O", "PER", "PER", "X", "[SEP]"]),
+        (["O", "B-X", "I-X", "E-X", "S-X", "S-Y"], "OBIESS", ["O", "X", "X", "X", "X", "Y"]),
+        (["O", "B-credit-card", "I-credit-card"], "OBI", ["O", "credit-card", "credit-card"]),
+        (["NOUN", "VERB"], "SS", ["NOUN", "VERB"]),
+        (["O", "PER"], "OI", ["O", "PER"]),
     ],
 )
-def test_schemes_are_told_from_the_labels(labels, scheme, entities) -> None:
+def test_schemes_are_told_from_the_labels(labels, parts, entities) -> None:
     found = TagScheme.detect(labels)
-    assert found.name == scheme
+    assert "".join("OBIES"[part] for part in found.parts) == parts
     assert [found.entity_names[e] for e in found.entities] == entities
 
 

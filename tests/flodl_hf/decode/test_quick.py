@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.classes import Classification, decode_classes
 from flodl_hf.inference.decode.entities import Entity, _best, _entities, _softmax
-from flodl_hf.inference.decode.rows import build_records, pairs_of
+from flodl_hf.inference.decode.rows import build_records
 
 
 @pytest.mark.parametrize(
@@ -34,16 +34,6 @@ def test_bulk_made_records_are_their_class(kind: type, values: tuple[object, ...
     with pytest.raises(FrozenInstanceError):
         one.score = 1.0  # type: ignore[attr-defined]
     assert not hasattr(one, "__dict__")
-
-
-@given(st.lists(st.tuples(st.integers(-1, 2**40), st.integers(0, 2**31)), max_size=30))
-@settings(max_examples=50, deadline=None)
-def test_pairs_are_those_of_zip_and_equal_ones_are_one(pairs: list[tuple[int, int]]) -> None:
-    columns = np.array(pairs, np.int64).reshape(-1, 2)
-    small = columns[columns[:, 0] < 2**30]
-    found = pairs_of(small[:, 0], small[:, 1])
-    assert found == [tuple(pair) for pair in small.tolist()]
-    assert all(a is b for a, b in zip(found, pairs_of(small[:, 0], small[:, 1]), strict=True))
 
 
 SPACES = st.text(" \t\n\u3000\u00a0\x1fab", min_size=0, max_size=8)

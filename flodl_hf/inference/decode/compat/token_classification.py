@@ -7,7 +7,7 @@ ids to tokens and tokens to text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,10 @@ def token_classification(
                 piece.label = int(piece.scores.argmax())
                 piece.score = piece.scores[piece.label]
         else:
-            pieces = [_word(group, aggregation_strategy, tokenizer) for group in _words(pieces)]
+            pieces = [
+                _word(group, aggregation_strategy, tokenizer)
+                for group in _joined(pieces, lambda _, piece: piece.continues)
+            ]
         if aggregation_strategy == "none":
             names = ("score", "index", "word", "start", "end")
             entities = [
@@ -86,7 +89,8 @@ def token_classification(
             ]
             found += [entity for entity in entities if entity["entity"] not in ignore_labels]
         else:
-            entities = [_entity(group, labels, tokenizer) for group in _groups(pieces, labels)]
+            groups = _joined(pieces, lambda before, piece: _continues(labels[before.label], labels[piece.label]))
+            entities = [_entity(group, labels, tokenizer) for group in groups]
             found += [entity for entity in entities if entity["entity_group"] not in ignore_labels]
     return found if len(rows) == 1 else _longest_of_overlapping(found)
 
@@ -125,14 +129,15 @@ def _pieces(
     return pieces
 
 
-def _words(pieces: list[_Piece]) -> list[list[_Piece]]:
-    words: list[list[_Piece]] = []
+def _joined(pieces: list[_Piece], continues: Callable[[_Piece, _Piece], bool]) -> list[list[_Piece]]:
+    """Return runs of pieces of which each continues the one before it."""
+    runs: list[list[_Piece]] = []
     for piece in pieces:
-        if words and piece.continues:
-            words[-1].append(piece)
+        if runs and continues(runs[-1][-1], piece):
+            runs[-1].append(piece)
         else:
-            words.append([piece])
-    return words
+            runs.append([piece])
+    return runs
 
 
 def _word(pieces: list[_Piece], strategy: str, tokenizer: Tokenizer) -> _Piece:
@@ -147,20 +152,10 @@ def _word(pieces: list[_Piece], strategy: str, tokenizer: Tokenizer) -> _Piece:
     return _Piece(text, pieces[0].start, pieces[-1].end, 0, False, scores, label, scores[label])
 
 
-def _tag(label: str) -> tuple[bool, str]:
-    """Return whether the label begins an entity, and the entity; labels without a tag continue one."""
-    return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
-
-
-def _groups(pieces: list[_Piece], labels: Sequence[str]) -> list[list[_Piece]]:
-    groups: list[list[_Piece]] = []
-    for piece in pieces:
-        begins, entity = _tag(labels[piece.label])
-        if groups and not begins and entity == _tag(labels[groups[-1][-1].label])[1]:
-            groups[-1].append(piece)
-        else:
-            groups.append([piece])
-    return groups
+def _continues(before: str, label: str) -> bool:
+    """Return whether a label continues the entity of the label before it; labels without a tag do."""
+    names = [name[2:] if name.startswith(("B-", "I-")) else name for name in (before, label)]
+    return not label.startswith("B-") and names[0] == names[1]
 
 
 def _entity(group: list[_Piece], labels: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
