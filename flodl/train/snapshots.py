@@ -79,7 +79,7 @@ class SharedWeights:
         weakref.finalize(self, os.close, self.descriptor)
 
     def __reduce__(self) -> Any:
-        """Return what a new process needs to open the same memory."""
+        """Return arguments with which a new process opens the same memory."""
         return SharedWeights, (reduction.DupFd(self.descriptor),)
 
     def write(self, tensors: Tensors) -> list[tuple[Any, ...]]:
@@ -95,7 +95,7 @@ class SharedWeights:
         return table
 
     def read(self, table: list[tuple[Any, ...]]) -> Tensors:
-        """Return the tensors of a table by name, as copies that no other process shares, and empty the memory."""
+        """Return private copies of the tensors of a table, and empty the memory."""
         tensors = {name: view.clone() for name, view in self._views(table).items()}
         os.ftruncate(self.descriptor, 0)
         return tensors
@@ -155,7 +155,7 @@ class ModelSnapshot(ModelWeights):
 
 
 class Snapshots:
-    """The snapshots that one rank takes; rank 0 sends those that other processes request.
+    """The snapshots that one rank takes; rank 0 sends the snapshots that other processes request.
 
     Args:
         trainer: the trainer.
@@ -219,7 +219,7 @@ class Snapshots:
             trainer.ranks.pipe.send(("snapshot", (made.step, made.epoch, data, list(made.buffers), made.metrics)))
 
     def close(self, reason: str = "the run is over") -> None:
-        """Accept no further requests, and end those that are open with an error."""
+        """Accept no further requests, and end open requests with an error."""
         self._closed = reason
         self._worker.close()
         for future in self._open_requests():
