@@ -137,7 +137,7 @@ assert (place / "cluster.jsonl").read_bytes() == (place / "alone.jsonl").read_by
 try:
     ray.predict_file(folder, source, place / "more.jsonl", workers=99)
 except PredictError as error:
-    print(error.message)
+    print(*error.problems)
 """
 
 ON_SPARK = """
@@ -164,7 +164,7 @@ print(rows[1].error)
 @pytest.mark.slow
 def test_ray(folder: Callable[[str], Path], tmp_path: Path) -> None:
     told = run(CHECK + ON_RAY, folder("sequence_classification"), tmp_path)
-    assert "99 workers at once need" in told
+    assert told.split() == ["CPU"]
 
 
 @pytest.mark.skipif(not find_spec("pyspark") or not shutil.which("java"), reason="pyspark or Java is not installed")
