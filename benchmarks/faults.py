@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flodl.distributed import RankError, Ranks
-from flodl.errors import TrainError
+from flodl.errors import TrainError, TrainInterrupted
 from flodl.train import Loss, Saved, SaveFailed, Step, Trainer, Warned, adamw
 from flodl.train.saving import keeper
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
@@ -93,7 +93,10 @@ def apart(call: Callable[..., None], *args: Any) -> Any:
         out = os.open(os.devnull, os.O_WRONLY)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        call(*args)
+        try:
+            call(*args)
+        except TrainInterrupted:  # multiprocessing would exit with 1, a program ends with SIGINT
+            sys.exit(128 + signal.SIGINT)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -168,7 +171,8 @@ def torn_write(folder: Path, chance: random.Random) -> Outcome:
                 count[0] += 1
                 if count[0] == number:
                     if call is write:
-                        Path(args[0]).write_bytes(args[1][: len(args[1]) // 2])
+                        data = b"".join(args[1])
+                        Path(args[0]).write_bytes(data[: len(data) // 2])
                     os.kill(os.getpid(), signal.SIGKILL)
                 return call(*args)
 
@@ -231,12 +235,12 @@ def full_disk(folder: Path, chance: random.Random) -> Outcome:
     """Writing fails from some save on; the run goes on, and what was saved before stays."""
     write, left = keeper._write, [chance.randint(0, 30)]
 
-    def limited(path: Path, data: bytes) -> Any:
+    def limited(path: Path, chunks: Iterable[bytes | memoryview]) -> Any:
         if left[0] <= 0:
-            path.write_bytes(data[:10])
+            path.write_bytes(b"".join(chunks)[:10])
             raise OSError(28, "No space left on device")
         left[0] -= 1
-        return write(path, data)
+        return write(path, chunks)
 
     saved, failed = [], []
     keeper._write = limited  # type: ignore[assignment]
