@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
@@ -30,4 +31,6 @@ def main(requested: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmarks one after another.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(names())}; default {', '.join(DEFAULT)}")
+    main(parser.parse_args().names)

@@ -15,6 +15,7 @@ its texts sorted by length and filled up to the longest of a small batch. Nothin
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import socket
@@ -162,16 +163,20 @@ def listener(port: int) -> socket.socket:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve one library, or empty responses, until the process ends.")
+    parser.add_argument("name", choices=(*PEERS, "empty"))
+    parser.add_argument("values", nargs="+", metavar="VALUE", help="FOLDER DEVICE PRECISION; PROCESSES for empty")
+    options = parser.parse_args()
+    if options.name == "empty":
+        empty(int(options.values[0]))
+        return
+    folder, device, dtype = options.values
     import uvicorn
 
-    if sys.argv[1] == "empty":
-        empty(int(sys.argv[2]))
-        return
-    name, folder, device, dtype = sys.argv[1:]
     makers = {
         "transformers": transformers, "sentence-transformers": sentence_transformers, "onnxruntime": onnxruntime
     }  # fmt: skip
-    embed = makers[name](folder, device, dtype)
+    embed = makers[options.name](folder, device, dtype)
     for _ in range(3):
         embed(["w1 w2 w3"] * 4 + ["w5 " * 300])
     held = socket.socket()

@@ -31,3 +31,23 @@ def test_a_benchmark_that_is_a_package_runs():
     # Without torch the program starts and fails at its imports, which shows that it is found.
     assert "== ddp" in done.stdout
     assert "import of torch halted" in done.stderr
+
+
+def test_every_benchmark_starts():
+    code = """
+import contextlib, io, runpy, sys
+from benchmarks.__main__ import names
+for name in ("__main__", *names()):
+    sys.argv, output = [name, "--help"], io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+        print(name, "has no --help")
+    except SystemExit as end:
+        if end.code or "usage: " not in output.getvalue():
+            print(name, "returned", end.code)
+    except Exception as error:
+        print(name, repr(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr[-2000:]
