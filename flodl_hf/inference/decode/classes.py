@@ -7,8 +7,9 @@ the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from numbers import Integral
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -200,17 +201,14 @@ def decode_classes(
         windows = np.bincount(owners, minlength=count).tolist()
     index = np.argsort(-merged, axis=1, kind="stable")[:, :top_k]
     ordered = np.take_along_axis(merged, index, 1)
+    width = index.shape[1]
+    names = np.array([*labels], object)[index.ravel()].tolist()
+    found = build_records(Classification, names, ordered.ravel().tolist(), np.repeat(windows, width).tolist())
+    rows = [found[at : at + width] for at in range(0, len(found), width)]
     if threshold is None:
-        width = index.shape[1]
-        names = np.array([*labels], object)[index.ravel()].tolist()
-        found = build_records(Classification, names, ordered.ravel().tolist(), np.repeat(windows, width).tolist())
-        return [found[at : at + width] for at in range(0, len(found), width)]
-    rows: Iterable[tuple[list[int], list[float], int]] = zip(index.tolist(), ordered.tolist(), windows, strict=True)
-    least = torch.tensor(_thresholds(threshold, labels), dtype=torch.float32).tolist()
-    return [
-        [Classification(labels[i], score, window) for i, score in zip(ids, found, strict=True) if score >= least[i]]
-        for ids, found, window in rows
-    ]
+        return rows
+    reached = ordered >= np.array(_thresholds(threshold, labels), np.float32)[index]
+    return [list(compress(row, flags)) for row, flags in zip(rows, reached.tolist(), strict=True)]
 
 
 def decide(labels: Sequence[Classification], thresholds: Mapping[str, float]) -> list[Classification]:

@@ -51,18 +51,15 @@ def masks_of(table: TokenTable, mask_id: int) -> Masks:
     row = np.searchsorted(np.cumsum(table.lengths), found, side="right")
     column = found - table.starts[row]
     text = table.owners[row]
-    if len(table) and int(table.window.max()):
-        # Of several windows the one counts in which a mask is farthest from both ends, the first of equal ones.
-        content = np.flatnonzero(table.sequence >= 0)
-        lead = content[np.searchsorted(content, table.starts[row])] - table.starts[row]
-        whole = table.first_token[row] + column - lead
-        context = np.minimum(column, table.lengths[row] - 1 - column)
-        order = np.lexsort((table.window[row], -context, whole, text))
-        new = np.ones(len(order), bool)
-        new[1:] = (text[order][1:] != text[order][:-1]) | (whole[order][1:] != whole[order][:-1])
-        order = order[new]
-    else:
-        order = np.argsort(text, kind="stable")
+    # Of several windows the one counts in which a mask is farthest from both ends, the first of equal ones.
+    content = np.flatnonzero(table.sequence >= 0)
+    lead = content[np.searchsorted(content, table.starts[row])] - table.starts[row]
+    whole = table.first_token[row] + column - lead
+    context = np.minimum(column, table.lengths[row] - 1 - column)
+    order = np.lexsort((table.window[row], -context, whole, text))
+    new = np.ones(len(order), bool)
+    new[1:] = (text[order][1:] != text[order][:-1]) | (whole[order][1:] != whole[order][:-1])
+    order = order[new]
     text, row, column = text[order], row[order], column[order]
     keep = np.isin(np.arange(len(table)), row)
     by_row = np.lexsort((column, row))
