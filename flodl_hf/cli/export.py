@@ -75,9 +75,8 @@ def command(
     # Weights that are only rewritten stay memory-mapped, so that any size works.
     shown: dict[str, Any] = {"mapped": True, "weights": "memory"} if format == "safetensors" else {}
     loaded = load(model, head=head, dtype=dtype, revision=revision, local_files_only=local_files_only, **shown)
-    report = loaded.load_report
-    if report is not None and report.new:
-        say(f"note: {len(report.new)} tensors are new and untrained: {', '.join(report.new)}")
+    if new := loaded.untrained:
+        say(f"note: {len(new)} tensors are new and untrained: {', '.join(new)}")
     if format != "safetensors":
         from flodl_hf.export.engine import OPSET, export_onnx, export_program
 
@@ -90,7 +89,9 @@ def command(
         return
     written = loaded.save_pretrained(out, overwrite=overwrite, max_shard_size=max_shard_size)
     _show(written, loaded.head, json_output)
-    if not json_output:
+    if not json_output and loaded.active_adapter is not None:
+        say("check it with: " + command_line("flodl-hf", "verify", out))
+    elif not json_output:
         # A cast changes the compared bytes, so a comparison with the source would only report the cast.
         beside = ["--no-source"] if dtype is not None else ["--source", model]
         say("check it with: " + command_line("flodl-hf", "verify-export", out, *beside))

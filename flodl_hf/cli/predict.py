@@ -368,7 +368,8 @@ def _run_file(
         say(f"warning: {source}: has no rows, so that there are none to write", always=True, fg="yellow")
     if signals.number and not result.is_whole:
         if is_first:
-            say(f"stopped: {result.parts} parts are kept in {out.name}.parts; {Parts(out, '').again} to resume")
+            what = f"{result.parts} parts are kept in {out.name}.parts" if result.parts else "no part was finished"
+            say(f"stopped: {what}; {Parts(out, '').again} to resume")
         raise typer.Exit(128 + signals.number)
     return result
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flodl.errors import DataError, nearest
+from flodl_hf.errors import PredictError
 from flodl_hf.families.schema.tasks import TASKS, task_named
 from flodl_hf.tokenization.readers.columns import NAMES, data_columns
 from flodl_hf.tokenization.readers.rows import Row, RowFault
@@ -71,7 +72,14 @@ def choose_columns(head: str, names: Sequence[str], args: ColumnArgs, own: bool)
 
     Raises:
         DataError: a column is missing, ambiguous, or unsuitable for the head; lists all problems.
+        PredictError: there is no form of the head's results in files.
     """
+    if head in ("multiple_choice", "next_sentence", "pretraining", "replaced_tokens"):
+        raise PredictError(
+            f"predict_file: found a model with the head {head}, which has no form of results in files. Call the method "
+            "predict of the model in Python with the rows.",
+            head=head,
+        )
     faults = _absent(names, args)
     ask = args.query is not None or args.query_column is not None
     wanted = task_named(head)
@@ -86,7 +94,7 @@ def choose_columns(head: str, names: Sequence[str], args: ColumnArgs, own: bool)
         second = args.context_column or args.text_column
         second = second or _look("context", names, [first]) or _look("text", names, [first])
         if first is None and fixed is None:
-            faults.append("no column of questions. Set question_column=, or question= for one question for all rows.")
+            faults.append("no column of questions. Set question_column=, or question= for one question for all rows")
         if second is None:
             faults.append(f"no column of {'contexts' if task == 'answers' else 'documents'}. Set text_column=")
     else:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
-from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME
+from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG, CONFIG_NAME
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ _ANOTHERS = {
     "gliner_config.json": (
         "By gliner_config.json this is GLiNER, another architecture, which finds spans of any label; its own library "
         "runs it. "
+    ),
+    ADAPTER_CONFIG: (
+        f"By {ADAPTER_CONFIG} this is an adapter; `flodl-hf merge BASE ADAPTER --out DIR` writes a whole model. "
     ),
 }
 

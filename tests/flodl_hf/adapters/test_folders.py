@@ -243,3 +243,21 @@ def test_merge_writes_a_whole_folder(adapted: Any, folder: Path, base: Path, tmp
     assert torch.equal(logits(whole), logits(model.merge_adapter()))
     ran = CliRunner().invoke(app, ["verify", str(tmp_path / "full")])
     assert ran.exit_code == 0, ran.output
+
+
+def test_a_command_for_whole_models_names_merge_for_an_adapter(folder: Path) -> None:
+    ran = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert ran.exit_code == 1
+    assert "flodl-hf merge" in ran.output
+
+
+def test_export_of_an_adapter_with_its_head_reports_no_untrained_tensors(tmp_path: Path, folder: Path) -> None:
+    from flodl_hf import AutoModel
+
+    config = json.loads((folder / CONFIG).read_text())
+    bare = AutoModel.from_pretrained(config["base_model_name_or_path"]).save_pretrained(tmp_path / "bare")
+    edit(folder, base_model_name_or_path=str(bare))
+    ran = CliRunner().invoke(app, ["export", str(folder), "--out", str(tmp_path / "again")])
+    assert ran.exit_code == 0, ran.output
+    assert "untrained" not in ran.output
+    assert "verify-export" not in ran.output  # which compares whole models

@@ -26,3 +26,18 @@ def test_an_unknown_precision_is_wrong_usage(tmp_path: Path, to_file: bool) -> N
     assert "bf61" in done.output
     assert "bf16" in done.output
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("head", ["multiple_choice", "next_sentence"])
+def test_a_head_without_a_form_in_files_is_refused(head: str, folder: Any, jsonl: Any, tmp_path: Path) -> None:
+    from flodl_hf import load, predict_file
+    from flodl_hf.errors import PredictError
+
+    with pytest.raises(PredictError) as caught:
+        predict_file(
+            load(folder("sequence_classification"), head=head),
+            jsonl([{"text": "a"}]),
+            tmp_path / "out.csv",
+            untrained=True,
+        )
+    assert caught.value.details["head"] == head
