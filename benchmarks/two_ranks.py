@@ -125,7 +125,7 @@ class Bench:
             words = ["finetune", str(self.model), "--train", str(self.train), "--epochs", str(EPOCHS)]
             words += ["--batch-size", str(batch), "--precision", self.precision, *flags]
             told, ends = [], []
-            for at_s, line in lines_of([sys.executable, "-m", "flodl_hf.cli", *words]):
+            for at_s, line in lines_of([sys.executable, "-m", "flodl_hf.cli", *words], self.place):
                 found = re.search(r"([\d,]+) rows/s", line)
                 if found:
                     told.append(float(found[1].replace(",", "")))
@@ -146,7 +146,7 @@ class Bench:
                 )
             )  # fmt: skip
             found: dict[str, list[float]] = {"told": [], "ends": []}
-            for _, line in lines_of([sys.executable, str(script)]):
+            for _, line in lines_of([sys.executable, str(script)], self.place):
                 if line.startswith('{"told"'):
                     found = json.loads(line)
             self._clear(out)
@@ -171,12 +171,12 @@ class Bench:
                 show(size, found)
 
 
-def lines_of(command: Sequence[str]) -> Iterable[tuple[float, str]]:
-    """Yield the lines that a command prints, each with the time at which it came."""
+def lines_of(command: Sequence[str], folder: Path) -> Iterable[tuple[float, str]]:
+    """Yield the lines that a command prints in a folder, each with the time at which it came."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     process = subprocess.Popen(
-        list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder
     )
     assert process.stdout is not None
     last: list[str] = []

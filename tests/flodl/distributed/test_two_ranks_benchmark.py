@@ -25,6 +25,7 @@ def test_all_of_it_runs_on_processors(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert "FAILED" not in done.stdout
+    assert not list(ROOT.glob("*-finetuned*"))
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [len(row["told"]) for row in rows if row["part"] in ("cli", "script")] == [4] * 5
     watched = [row for row in rows if row["part"] == "timeline"]
