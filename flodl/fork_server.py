@@ -16,7 +16,7 @@ def prepare_ranks(*modules: str) -> None:
     """
     global _is_prepared
     if "forkserver" in multiprocessing.get_all_start_methods():
-        multiprocessing.set_forkserver_preload(["flodl.distributed.fork_server", "torch", *modules])
+        multiprocessing.set_forkserver_preload(["flodl.fork_preload", "flodl.distributed", *modules])
         multiprocessing.forkserver.ensure_running()
         _is_prepared = True
 

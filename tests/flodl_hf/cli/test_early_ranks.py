@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -72,3 +75,28 @@ def test_help_starts_no_ranks(command: str, option: str) -> None:
 
 def test_no_rank_outlives_wrong_usage() -> None:
     assert started(["predict", "m", "--in", "a", "--devices", "2"], starts=True) == "started [1]"
+
+
+INTERRUPTED = """
+import signal, time
+from flodl.fork_server import prepare_ranks
+signal.signal(signal.SIGINT, signal.default_int_handler)
+prepare_ranks("flodl_hf.training.run")
+print("started", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_while_ranks_are_prepared_prints_no_traceback() -> None:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], start_new_session=True, **streams) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        time.sleep(0.4)  # the other process imports torch now
+        os.killpg(process.pid, signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+    assert out == "interrupted\n"
+    assert errors == ""
