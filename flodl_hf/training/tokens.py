@@ -138,6 +138,9 @@ class TokenTask(Task):
         """Return the task of words with tags."""
         tables, columns, options, known = source.tables, source.columns, source.options, source.known
         found = tag_names(tables.labelled, columns)
+        if columns.spans is not None and options.labels:
+            # Spans of one word each need no I- tags; another span is refused with its row.
+            found = tuple(name for name in found if name in options.labels or not name.startswith("I-"))
         own = known.labels if known.head == "token_classification" else ()
         stored, names = label_names(found, options.labels, tables.train.classes.get(columns.tags or ""), own)
         return cls(columns, names, None if stored == names else stored)

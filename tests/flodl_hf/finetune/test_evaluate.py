@@ -250,3 +250,14 @@ def test_the_command_prints_tables_or_one_document(demo_model: Path, tmp_path: P
     assert {**json.loads(told.stdout), "seconds": 0} == {**whole, "seconds": 0}
     assert runner.invoke(app, ["evaluate", str(demo_model)]).exit_code == 1
     assert runner.invoke(app, ["evaluate", str(demo_model), str(tmp_path / "absent.csv")]).exit_code == 1
+
+
+def test_words_with_tags_and_texts_with_spans_have_equal_metrics(base: Path) -> None:
+    words = [{"words": [name, "left", "Rome"], "tags": ["B-PER", "O", "B-LOC"]} for name in ("Ada", "Bob")]
+    model = finetune(base, train=words, max_steps=2, progress=False).model
+    ends = [{"start": 0, "end": 3, "label": "PER"}, {"start": 9, "end": 13, "label": "LOC"}]
+    spans = [{"text": " ".join(row["words"]), "spans": ends} for row in words]
+    assert evaluate(model, spans).metrics == evaluate(model, words).metrics
+    longer = [{"text": "Ada Bob left", "spans": [{"start": 0, "end": 7, "label": "PER"}]}]
+    with pytest.raises(DataError, match="I-PER"):  # which the model does not have
+        evaluate(model, longer)
