@@ -144,6 +144,9 @@ def finetune(
             prepare_ranks("flodl_hf.training.run")
     tell = partial(_say, shown=bool(progress)) if is_first_rank() else None
     job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell, problems=problems)
+    kept = _kept_in(job.options, target)
+    if tell is not None and job.options.resume and kept is not None and not (kept.is_dir() and list_checkpoints(kept)):
+        tell(f"resume: {kept} contains no checkpoint; the run starts from the beginning")
     if target is not None and is_first_rank():
         check_space(target, _bytes_to_write(job.model))
     for tracker in trackers:

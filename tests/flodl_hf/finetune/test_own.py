@@ -402,3 +402,12 @@ def test_progress_is_shown_with_a_total_that_is_true(
 def test_no_progress_is_shown_where_it_is_not_wanted(base: Path, capfd: pytest.CaptureFixture[str]) -> None:
     finetune(base, train=labelled(16), max_steps=1, progress=False)
     assert capfd.readouterr().err == ""
+
+
+def test_a_resume_without_a_checkpoint_is_reported(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    finetune(base, train=labelled(16), max_steps=1, progress=True, out=tmp_path / "first")
+    assert "no checkpoint" not in capfd.readouterr().err
+    finetune(base, train=labelled(16), max_steps=1, progress=True, out=tmp_path / "other", resume=True)
+    assert "other.checkpoints contains no checkpoint" in capfd.readouterr().err
