@@ -440,7 +440,12 @@ def command(**arguments: Any) -> None:
     answers, a prompt with choices, plain text), and labels are read off the data. The folder has a model card, the
     recipe that reproduces it, and every figure.
     """
-    given = {name: parse(name, arguments.pop(name)) for name in _TABLE} | _set_values(arguments["set"] or ())
+    given, further = {name: parse(name, arguments.pop(name)) for name in _TABLE}, _set_values(arguments["set"] or ())
+    if twice := [name for name, value in further.items() if given.get(name) not in (None, value)]:
+        raise ConfigError(
+            f"--set: found {', '.join(twice)} also as an option with another value; expected each once", problems=twice
+        )
+    given |= further
     if arguments["data"] is not None and arguments["train"] is not None:
         raise ConfigError(
             f"train: found {arguments['data']!r} after MODEL and {arguments['train']!r}; expected one of them",

@@ -175,6 +175,13 @@ def test_a_second_file_of_training_data_is_not_dropped(more: list[str]) -> None:
     assert "b.csv" in said
 
 
+def test_an_option_with_another_value_in_set_is_refused() -> None:
+    said = run("finetune", "base", "--train", "a.csv", "--epochs", "2", "--set", "epochs=5", code=1).stderr
+    assert "epochs also as an option" in said
+    same = run("finetune", "base", "--train", "absent.csv", "--epochs", "2", "--set", "epochs=2", code=1).stderr
+    assert "absent.csv: no such file" in same
+
+
 def test_a_recipe_with_a_misspelt_name_is_told_what_was_meant(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("modle: base\ntrain: rows.csv\n")
     said = run("finetune", "--recipe", tmp_path / "a.yaml", code=1).stderr
