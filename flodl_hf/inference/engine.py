@@ -42,10 +42,18 @@ class Engine:
         types: whether the graph reads token types.
         longest: maximum number of tokens of a row, or None.
         bucketed: whether batches are padded to buckets; None does so on a CUDA device that is trusted with them.
+        coarse: whether small batches are padded to powers of two and four, so that few shapes recur in many of them.
     """
 
     def __init__(
-        self, prepared: Prepared, options: RunOptions, *, types: bool, longest: int | None, bucketed: bool | None = None
+        self,
+        prepared: Prepared,
+        options: RunOptions,
+        *,
+        types: bool,
+        longest: int | None,
+        bucketed: bool | None = None,
+        coarse: bool = False,
     ) -> None:
         self.prepared = prepared
         self.graph = prepared.graph
@@ -55,6 +63,7 @@ class Engine:
         self.device = prepared.device
         self.cuda = self.device.type == "cuda"
         self.bucketed = prepared.bucketed if bucketed is None else bucketed
+        self.coarse = coarse
         self.exact = options.precision == "exact"
         kept = prepared.recorded
         if "recorder" not in kept:
@@ -71,6 +80,7 @@ class Engine:
         device: torch.device | None = None,
         *,
         unchecked: bool = False,
+        coarse: bool = False,
     ) -> Engine:
         """Return the engine of a model on a device, or on the model's own; ``unchecked`` as `_Holder.get` has it."""
         options = options or RunOptions()
@@ -84,7 +94,8 @@ class Engine:
         place = device if on_disk is None else on_disk.device
         found = holder(model).get(model.graph, options.precision, place, unchecked=unchecked, on_disk=on_disk)
         places = model.config.max_tokens
-        return cls(found, options, types=model._reads_types, longest=places and places - model.virtual_tokens)
+        longest = places and places - model.virtual_tokens
+        return cls(found, options, types=model._reads_types, longest=longest, coarse=coarse)
 
     def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None = None) -> Pending:
         """Start all rows; return immediately if the device works asynchronously.
@@ -209,7 +220,8 @@ class Engine:
 
     def _bucket(self, batch: Batch) -> Any:
         large = len(batch.ids) > SMALL
-        return bucket_of(batch.lengths, most=self.longest, full=self.budget if large else None)
+        steps, full = 1 if self.coarse and not large else 4, self.budget if large else None
+        return bucket_of(batch.lengths, steps=steps, most=self.longest, full=full)
 
     def _bucketed(self, batch: Batch, alone: bool) -> tuple[Tensor, Any]:
         # Large batches come in few shapes, all of them recorded: launching them op by op would keep the

@@ -224,7 +224,7 @@ class Batcher:
         # Served models do not change, so their prepared graphs are never compared again.
         if key not in self._engines:
             model, options = self._models[key]
-            self._engines[key] = model if isinstance(model, MixedAdapters) else Engine.of(model, options)
+            self._engines[key] = model if isinstance(model, MixedAdapters) else Engine.of(model, options, coarse=True)
         return self._engines[key]
 
     def _next(self) -> tuple[Any, list[_BatchRows]]:

@@ -55,9 +55,6 @@ SHORT_CHARACTERS = 2048
 # further text.
 # Each text of these tasks has its own result.
 JOINED_CHARACTERS, MAX_JOINED = 1024, 64
-# Groups with the same options in the worker at a time; more would be smaller. An accelerator computes one while another
-# is tokenized.
-CPU_GROUPS, DEVICE_GROUPS = 1, 2
 # Options, keys and priorities come from clients, so they select one of this number of turns.
 VARIANTS = 16
 JOINED_TASKS = ("embed", "embed_sparse", "classify", "entities", "answer", "fill_mask")
@@ -205,8 +202,8 @@ class _Requests:
         self._requests: dict[tuple[Stream, int], WorkerRequest] = {}
         self._turns, self._long_turns = Turns(MAX_COMPUTING), Turns(MAX_COMPUTING)
         self._groups: dict[Any, list[_Received]] = {}  # requests that the next turn answers together
-        groups = CPU_GROUPS if worker.device.type == "cpu" else DEVICE_GROUPS
-        self._groups_turns = defaultdict[Any, Turns](lambda: Turns(groups))
+        # One group with the same options at a time: with more, each would be smaller.
+        self._groups_turns = defaultdict[Any, Turns](lambda: Turns(1))
         self._lock = Lock()
 
     def answer_all(self, stream: Stream) -> None:
@@ -451,6 +448,8 @@ def serve(stream: Stream, fd_channel: int | None = None) -> None:
         "room": worker.has_room(), "pid": os.getpid(),
     }  # fmt: skip
     worker.batcher.drained()
+    # The thread that starts batches needs the interpreter often and briefly.
+    sys.setswitchinterval(0.0005)
     freeze_gc()
     requests = _Requests(worker, given["max_concurrent"])
     if fd_channel is not None:

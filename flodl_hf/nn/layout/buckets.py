@@ -48,6 +48,11 @@ def round_up(value: int, steps: int, least: int) -> int:
     return -(-value // step) * step
 
 
+def _power_of_four(value: int, least: int) -> int:
+    bits = (max(value, least) - 1).bit_length()
+    return 1 << bits + bits % 2
+
+
 def bucket_of(
     lengths: Sequence[int] | np.ndarray,
     *,
@@ -63,7 +68,7 @@ def bucket_of(
 
     Args:
         lengths: tokens of each text, each at least 1.
-        steps: steps from one power of two to the next for tokens.
+        steps: steps from one power of two to the next for tokens; 1 also makes slots and longest powers of four.
         least: fewest tokens of a bucket.
         most: most tokens of a text that the model takes; bounds the longest.
         full: tokens of a full batch, for large ones: no bucket is larger unless its texts are, and slots and
@@ -78,11 +83,12 @@ def bucket_of(
     if full is not None and total <= full < tokens:
         tokens = full
     fine = 2 if full is None else 1
-    longest = round_up(most_here, fine, min(16, least))
+    longest = _power_of_four(most_here, 16) if steps == 1 else round_up(most_here, fine, min(16, least))
     if most is not None:
         longest = max(most_here, min(longest, most))
     filling = -(-(tokens - total) // longest)
-    return Bucket(tokens, round_up(len(lengths) + filling, fine, 1), longest)
+    texts = len(lengths) + filling
+    return Bucket(tokens, _power_of_four(texts, 1) if steps == 1 else round_up(texts, fine, 1), longest)
 
 
 class Buffer:
