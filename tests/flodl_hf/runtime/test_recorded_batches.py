@@ -158,6 +158,20 @@ def test_large_batches_come_in_few_shapes_with_little_filling() -> None:
     assert full_tokens < 1.005 * full_real
 
 
+def test_small_batches_of_a_server_have_few_shapes() -> None:
+    draw = np.random.default_rng(0)
+    shapes, finer = set(), set()
+    for _ in range(500):
+        sizes = draw.integers(3, 40, draw.integers(1, 33))
+        bucket = bucket_of(sizes, steps=1, most=512)
+        assert bucket.tokens >= sizes.sum() > bucket.tokens // 2 or bucket.tokens == 32
+        assert bucket.longest >= sizes.max()
+        Buffer(bucket).write(np.zeros(sizes.sum(), np.int64), None, sizes)
+        shapes.add(bucket)
+        finer.add(bucket_of(sizes, most=512))
+    assert len(shapes) <= 16 < len(finer) // 4
+
+
 @pytest.mark.parametrize("budget", [17_000, 32_768, 50_000])
 def test_a_bucket_of_large_batches_holds_them(budget: int) -> None:
     draw = np.random.default_rng(budget)

@@ -277,7 +277,7 @@ def _alike(found: Any, expected: Any) -> None:
 
 def test_requests_that_wait_at_the_same_time_are_one_call(folders: dict[str, Path]) -> None:
     from flodl_hf.serving.request import WorkerRequest
-    from flodl_hf.serving.worker import CPU_GROUPS, Worker, _join_key, _Requests
+    from flodl_hf.serving.worker import Worker, _join_key, _Requests
 
     worker = Worker(Settings(models=(Served("m", str(folders["embed"])),)).for_worker("cpu"))
     requests = _Requests(worker, 8)
@@ -288,8 +288,7 @@ def test_requests_that_wait_at_the_same_time_are_one_call(folders: dict[str, Pat
     messages: list[dict[str, Any]] = [{**asked, "id": number, "items": [text]} for number, text in enumerate(TEXTS)]
     key = _join_key(messages[0])
     turns = requests._turns_of(key)
-    for _ in range(CPU_GROUPS):
-        turns.__enter__()
+    turns.__enter__()
     Thread(target=requests.answer_all, args=(link,), daemon=True).start()
     ours.settimeout(60)
     with ours:
