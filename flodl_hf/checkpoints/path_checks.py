@@ -50,12 +50,12 @@ def expect_file(path: str | os.PathLike[str]) -> None:
     near = nearest(name, names).removeprefix(", did you mean ").removesuffix("?") if name else ""
     has = near or (f"{names[:5]}" if names else "no files")
     if not name:
-        found = f"is a folder with {has}; expected {'one of its files' if names else 'a file'}"
+        found = f"is a folder with {has}"
     elif os.path.isdir(folder):
         found = f"no such file; the folder has {has}"
     else:
         found = "no such file; its folder does not exist either"
-    raise DataError(f"{os.fspath(path)}: {found}", path=os.fspath(path))
+    raise DataError(f"{os.fspath(path)}: {found}, expected a file. Correct the path.", path=os.fspath(path))
 
 
 def expect_writable(path: str | os.PathLike[str]) -> None:
