@@ -103,7 +103,8 @@ def score_function(config: ModelConfig) -> Activation | None:
     name = activation_at(path)
     if name in (None, "GLU"):
         raise ConfigError(
-            f"{config.where}: found activation_fn={printable(path)}, expected a class of torch.nn without settings: "
+            f"{config.where}: found {printable(path)} as activation_fn or sbert_ce_default_activation_function, "
+            "expected a class of torch.nn without settings: "
             f"{', '.join(known for known in ACTIVATIONS if known != 'GLU')}. Correct it to the activation that the "
             "model was trained with.",
             where=config.where,

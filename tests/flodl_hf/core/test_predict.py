@@ -375,6 +375,9 @@ def test_an_activation_that_is_not_known_is_refused_by_name(path: str, saved: An
     with pytest.raises(ConfigError, match=r"config\.json") as caught:
         load(folder)
     assert caught.value.details["found"] == path
+    (folder / "config.json").write_text(json.dumps({**config, OLD: path}), "utf-8")
+    with pytest.raises(ConfigError, match=OLD):
+        load(folder)
     load(folder, head="base")
 
 
