@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
@@ -20,7 +21,7 @@ import tokenizers
 
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization.blocks import Flat, Mark, in_blocks, mark_of, packed, splits_at_spaces
+from flodl_hf.tokenization.blocks import Flat, Mark, in_blocks, mark_of, splits_at_spaces
 from flodl_hf.tokenization.charsmap import check_definition, strings_of
 from flodl_hf.tokenization.cuts import Row
 from flodl_hf.tokenization.guard import MAX_GROWTH, check_texts, growth, translated_errors
@@ -352,7 +353,8 @@ class Backend:
                     return found
         encodings = self.encodings(texts, special=False, fast=True)
         counts = np.fromiter(map(len, encodings), np.int64, len(encodings))
-        return packed(map(attrgetter("ids"), encodings)), counts
+        ids = chain.from_iterable(map(attrgetter("ids"), encodings))
+        return np.fromiter(ids, np.int32, int(counts.sum())), counts
 
     def rows(
         self,
