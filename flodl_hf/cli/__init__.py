@@ -60,7 +60,8 @@ def _start_ranks(words: list[str]) -> None:
         prepare_ranks("flodl_hf.training.run")
     elif words[:1] in (["predict"], ["encode"]) and {"--in", "-i"} & set(flags):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        files = [name for name in os.listdir("/dev") if re.fullmatch("nvidia[0-9]+", name)]
+        names = os.listdir("/dev") if os.path.isdir("/dev") else []  # absent on Windows
+        files = [name for name in names if re.fullmatch("nvidia[0-9]+", name)]
         here = [f"cuda:{one}" for one in range(len(files if visible is None else visible.split(",")))]
         names = here[:number] if named.isdecimal() else named.split(",")
         if len(names) == number and set(names) <= set(here):
