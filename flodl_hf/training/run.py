@@ -139,6 +139,14 @@ def finetune(
         chosen = as_before(chosen, _kept_in(chosen, target))
         trackers = _trackers(chosen, target)
         if target is not None:
+            kept = _kept_in(chosen, target) or target
+            is_finished = os.path.isfile(target / "training.json") and not list_checkpoints(kept)
+            if chosen.resume and is_finished and not overwrite:
+                raise ExportError(
+                    f"{target}: found a finished run, expected an interrupted one. To train for more epochs, give this "
+                    "folder as the model and another one as out=...; to replace the model, give overwrite=True.",
+                    path=str(target),
+                )
             check_free(target, overwrite)
         if chosen.ranks > 1 and not under_torchrun():
             prepare_ranks("flodl_hf.training.run")

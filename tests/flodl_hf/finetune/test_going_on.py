@@ -17,6 +17,7 @@ from flodl.errors import TrainError, TrainInterrupted
 from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl_hf import load
+from flodl_hf.errors import ExportError
 from flodl_hf.training import evaluate, finetune
 from flodl_hf.training.evaluation import Evaluation
 from flodl_hf.training.job import plan_job
@@ -68,6 +69,16 @@ def test_ctrl_c_in_python_keeps_what_was_trained(out: bool, ranks: int, base: Pa
         whole = finetune(base, train=ROWS[:40], **BASIC)
         assert rest.losses == whole.losses
         assert rest.losses[: result.steps] == result.losses
+
+
+def test_a_resume_of_a_finished_run_says_that_it_is_finished(base: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"train": ROWS[:16], "out": tmp_path / "out", **BASIC}
+    first = finetune(base, **given)
+    with pytest.raises(ExportError, match="finished run"):
+        finetune(base, resume=True, **given)
+    with pytest.raises(ExportError, match="is not empty"):
+        finetune(base, **given)
+    assert finetune(base, resume=True, overwrite=True, **given).losses == first.losses
 
 
 @pytest.mark.parametrize(("save", "judge"), [(7, 5), (5, 7), (3, 2), (None, 3)])
