@@ -227,8 +227,11 @@ class MaskedLM(ScoringModel):
         table = encode(tokenizer, texts, max_tokens=limit, stride=(limit or 0) // 4, snap=False).table
         masked = masks_of(table, tokenizer.mask_token_id)
         if len(np.unique(masked.text)) < len(texts):
+            hint = ""
+            if self.sentence_recipe is not None and self.sentence_recipe.splade is not None:
+                hint = ". This model makes sparse vectors: call embed_sparse or encode, or run `flodl-hf serve`"
             raise PredictError(
-                f"fill_mask: the text has no {tokenizer.mask_token}; put one where a word is to be found"
+                f"fill_mask: the text has no {tokenizer.mask_token}; put one where a word is to be found{hint}"
             )
         return masked
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flodl.errors import ConfigError
 from flodl_hf import load
+from flodl_hf.errors import PredictError
 from flodl_hf.training import finetune
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.losses import make_loss
@@ -90,6 +91,8 @@ def test_sparse_vectors_are_trained_judged_and_read_again(base: Path, tmp_path: 
     loaded: Any = load(tmp_path / "out")
     found, again = model.embed_sparse(TEXTS[:3]), loaded.embed_sparse(TEXTS[:3])
     assert torch.equal(found.to_tensor().to_dense(), again.to_tensor().to_dense())
+    with pytest.raises(PredictError, match="embed_sparse"):
+        loaded.fill_mask(TEXTS[:3])
     kinds = [module["type"].rpartition(".")[2] for module in json.loads((tmp_path / "out/modules.json").read_text())]
     assert kinds == ["MLMTransformer", "SpladePooling"]
     assert "sparse-encoder" in (tmp_path / "out/README.md").read_text()
