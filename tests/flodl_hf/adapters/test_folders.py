@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,7 @@ def test_a_folder_without_a_base_says_how_to_open_it(folder: Path, base: Path) -
 def test_merge_writes_a_whole_folder(adapted: Any, folder: Path, base: Path, tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["merge", str(base), str(folder), "--out", str(tmp_path / "full")])
     assert ran.exit_code == 0, ran.output
+    assert "warning" not in ran.stderr
     whole: Any = load(tmp_path / "full")
     model = adapted()
     assert not whole.adapters
@@ -243,6 +245,13 @@ def test_merge_writes_a_whole_folder(adapted: Any, folder: Path, base: Path, tmp
     assert torch.equal(logits(whole), logits(model.merge_adapter()))
     ran = CliRunner().invoke(app, ["verify", str(tmp_path / "full")])
     assert ran.exit_code == 0, ran.output
+
+
+def test_merge_warns_of_another_base(folder: Path, base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "other")
+    ran = CliRunner().invoke(app, ["merge", str(tmp_path / "other"), str(folder), "--out", str(tmp_path / "full")])
+    assert ran.exit_code == 0, ran.output
+    assert f"the base is {tmp_path / 'other'}" in ran.stderr
 
 
 def test_a_command_for_whole_models_names_merge_for_an_adapter(folder: Path) -> None:
