@@ -62,9 +62,12 @@ class EvaluationResult:
         lines += [f"{name:<{width}}{value:.4f}" for name, value in self.metrics.items() if "/" not in name]
         if self.per_label:
             lines += ["", *_aligned([("label", *COLUMNS), *self.label_rows()])]
-        if self.labels and self.confusion and len(self.labels) <= MOST_SHOWN and isinstance(self.confusion[0][0], int):
-            rows = [(name, *map(str, row)) for name, row in zip(self.labels, self.confusion, strict=True)]
-            lines += ["", *_aligned([("true \\ predicted", *self.labels), *rows])]
+        if self.labels and self.confusion and len(self.labels) <= MOST_SHOWN:
+            head, matrix = ("true \\ predicted", *self.labels), self.confusion
+            if isinstance(matrix[0][0], list):  # a 2 x 2 matrix for each label
+                head, matrix = ("label", *OUTCOMES), [[*absent, *present] for absent, present in matrix]
+            rows = [(name, *map(str, row)) for name, row in zip(self.labels, matrix, strict=True)]
+            lines += ["", *_aligned([head, *rows])]
         return "\n".join(lines)
 
     def label_rows(self) -> Iterator[tuple[str, ...]]:
@@ -73,6 +76,7 @@ class EvaluationResult:
             yield name, *(f"{row[column]:.4f}" for column in COLUMNS[:-1]), f"{int(row['support']):,}"
 
 
+OUTCOMES = ("true negatives", "false positives", "false negatives", "true positives")
 COLUMNS = ("precision", "recall", "f1", "support")
 MOST_SHOWN = 12
 """Maximum number of labels with a printed confusion matrix."""

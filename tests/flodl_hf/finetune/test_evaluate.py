@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from flodl_hf.checkpoints.sentence.steps import Dense
 from flodl_hf.cli.app import app
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.auto import head_named
+from flodl_hf.inference.evaluation_result import EvaluationResult
 from flodl_hf.training import demo
 from flodl_hf.training.evaluators import similarity_figures
 from flodl_hf.training.report.figures import label_table
@@ -235,6 +237,19 @@ def test_what_cannot_be_evaluated_is_refused(
     details: Any = fault.value
     if found is not None:
         assert (details.labels if kind is DataError else details.problems) == found
+
+
+def test_several_labels_are_printed_with_four_counts_each() -> None:
+    result = EvaluationResult("sequence_classification", {}, 8, 1.0, ["a", "b"], [[[1, 2], [3, 4]], [[5, 6], [7, 8]]])
+    head, *rows = str(result).splitlines()[-3:]
+    assert re.split(" {2,}", head) == [
+        "label",
+        "true negatives",
+        "false positives",
+        "false negatives",
+        "true positives",
+    ]
+    assert [row.split() for row in rows] == [["a", "1", "2", "3", "4"], ["b", "5", "6", "7", "8"]]
 
 
 def test_the_command_prints_tables_or_one_document(demo_model: Path, tmp_path: Path) -> None:
