@@ -15,6 +15,12 @@ app = typer.Typer(help="Look at runs and their records.", no_args_is_help=True, 
 FOLDER = argument("folder", Path, "DIR", "A folder of runs, each with its run.jsonl.")
 
 
+def _folder_of_records(folder: Path) -> Path:
+    """Return a folder of runs; for the folder of a model without records, ``<folder>.logs``."""
+    logs = Path(f"{folder}.logs")
+    return logs if logs.is_dir() and next(folder.rglob("run*.jsonl"), None) is None else folder
+
+
 @app.callback()
 def group() -> None:
     """Look at runs and their records."""
@@ -27,7 +33,7 @@ def serve(folder: Path, port: int | None) -> None:
     """Show the runs below DIR on a page of this machine, side by side, until Ctrl-C; runs that grow are followed."""
     from flodl.monitor import RunFolder
 
-    with RunFolder(folder) as runs:
+    with RunFolder(_folder_of_records(folder)) as runs:
         url = runs.serve(port)
         for path, problem in runs.problems.items():
             say(f"ignored {path}: {problem}", fg="yellow")
@@ -45,7 +51,7 @@ def listed(folder: Path, json_output: bool) -> None:
     """Print the runs below DIR: where they are, how they ended, and their last figures."""
     from flodl.monitor import RunFolder
 
-    with RunFolder(folder) as runs:
+    with RunFolder(_folder_of_records(folder)) as runs:
         records = sorted(runs.store.records.values(), key=lambda record: record.began)
         rows = [
             {
@@ -82,6 +88,6 @@ def save(folder: Path, out: Path) -> None:
     from flodl.files import write_atomically
     from flodl.monitor import RunFolder
 
-    with RunFolder(folder) as runs:
+    with RunFolder(_folder_of_records(folder)) as runs:
         write_atomically(out, [runs.page().encode()])
     tell(f"written to {out}")

@@ -217,6 +217,7 @@ def test_the_command_shows_the_run(base: Path, tmp_path: Path, port: str | None)
     [row] = json.loads(listed)
     assert (row["name"], row["status"], row["step"]) == ("out", "finished", 1)
     assert "out" in cli("runs", "list", tmp_path).stdout
+    assert [row["step"] for row in json.loads(cli("runs", "list", tmp_path / "out", "--json").stdout)] == [1]
     cli("runs", "save", tmp_path, "--out", tmp_path / "all.html")
     assert '"kind":"folder"' in (tmp_path / "all.html").read_text()
 
