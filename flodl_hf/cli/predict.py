@@ -387,7 +387,8 @@ def _bar(bar: Any, signals: Any, doing: str) -> Callable[[Progress], None]:
         if not task:
             task.append(bar.add_task(doing, total=now.total, completed=now.done, note=""))
         rate = 1 / max(now.seconds, 1e-9)
-        note = f"{now.rows:,} rows  {now.rows * rate:,.0f} rows/s  {now.tokens * rate:,.0f} tokens/s"
+        note = f"{now.rows:,} rows  {now.rows * rate:,.0f} rows/s"
+        note += f"  {now.tokens * rate:,.0f} tokens/s" if now.tokens else ""
         if now.waiting:
             note += f"  waiting for {now.waiting} parts"
         bar.update(task[0], completed=now.done, note=note)
@@ -400,9 +401,10 @@ def _tell(result: FileResult, empty: str, called: str) -> None:
     if result.columns:
         say(f"read: column{'s' * (len(result.columns) > 1)} {', '.join(map(printable, result.columns))}")
     if result.is_whole:
+        tokens = f", {figures['tokens_per_s']:,.0f} tokens/s" if result.tokens else ""
         tell(
             f"{called}: {result.written:,} row{'' if result.written == 1 else 's'} in {result.seconds:.1f} s "
-            f"({figures['rows_per_s']:,.0f} rows/s, {figures['tokens_per_s']:,.0f} tokens/s)"
+            f"({figures['rows_per_s']:,.0f} rows/s{tokens})"
         )
     if result.resumed:
         say(f"{result.resumed} of {result.parts} parts were reused from an earlier run")

@@ -16,6 +16,7 @@ from bulk_inputs import texts
 
 from flodl.errors import DataError
 from flodl_hf import predict_file
+from flodl_hf.cli.app import app
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.auto import AutoModelForSequenceClassification
 
@@ -354,3 +355,14 @@ def test_a_first_line_that_may_be_a_text_is_told(model: Any, tmp_path: Path) -> 
         assert predict_file(model(), source, tmp_path / "one.csv").rows == 1
     for name, said in (("none", {"header": False}), ("all", {"header": True}), ("named", {"text_column": "good film"})):
         assert predict_file(model(), source, tmp_path / f"{name}.csv", **said).rows == 1 + (name == "none")
+
+
+def test_ranking_of_a_file_shows_no_rate_of_tokens(model: Any, tmp_path: Path) -> None:
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    one_label(model("sequence_classification")).save_pretrained(tmp_path / "ranker")
+    (tmp_path / "in.txt").write_text("a text\nanother text\n", "utf-8")
+    given = ["--in", str(tmp_path / "in.txt"), "--out", str(tmp_path / "out.jsonl")]
+    found = runner.invoke(app, ["predict", str(tmp_path / "ranker"), *given, "--query", QUESTION])
+    assert found.exit_code == 0, found.output
+    assert "rows/s)" in found.output
+    assert "tokens/s" not in found.output
