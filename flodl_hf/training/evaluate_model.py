@@ -25,7 +25,7 @@ from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluation
 from flodl_hf.training.job import make_evaluation, note_long_texts, prepare_held_out, row_limits
 from flodl_hf.training.option_checks import Problems
 from flodl_hf.training.options import EvaluateOptions, Options, make_options
-from flodl_hf.training.ranking import has_lists
+from flodl_hf.training.ranking import has_lists, note_undefined_metrics
 from flodl_hf.training.report.figures import LabelTable, label_table
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.sequence import SequenceTask
@@ -295,7 +295,7 @@ def _plan(
     collate = CollateRows(tokenizer.pad_token_id or 0, evaluation_layout(options), task.masking(tokenizer, options))
     evaluation = make_evaluation(task, options, own, prepared, collate, stored=prepared)
     assert evaluation is not None
-    notes += note_long_texts(prepared, limits, task, options)
+    notes += note_long_texts(prepared, limits, task, options) + note_undefined_metrics(prepared, task)
     return evaluation, task, notes
 
 

@@ -31,6 +31,7 @@ from flodl_hf.training.data import Tables, list_multilabel_columns, read_tables
 from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own
 from flodl_hf.training.option_checks import ONE_ROW, Problems, task_faults, threshold_faults, weight_faults
 from flodl_hf.training.options import Options, read_options
+from flodl_hf.training.ranking import note_undefined_metrics
 from flodl_hf.training.rates import make_schedule
 from flodl_hf.training.result import Timing
 from flodl_hf.training.rows import CollateRows, EncodedRows
@@ -38,6 +39,7 @@ from flodl_hf.training.start import FixedModel, ModelFactory, known_of, open_sta
 from flodl_hf.training.step import Objective
 from flodl_hf.training.task import Known, LengthLimits, Prepared, Task, name_of
 from flodl_hf.training.task_choice import (
+    LABELLED_HEADS,
     choose_task,
     doubtful_labels,
     float_classes,
@@ -249,6 +251,8 @@ def plan_job(
     evaluation = make_evaluation(task, options, own, parts, judging, stored=[*parts][: int(kept)])
     if options.metric and evaluation is not None:
         evaluation.check_metric(options.metric)
+    if tables.parts and before.task is None and known.head in LABELLED_HEADS:
+        notes.append(f"several tables train embeddings; to train the head, give one table and task={known.head!r}")
     notes += float_classes(task, tables.train, before.problem_type)
     notes += doubtful_labels(task, rows if tables.is_shared else None) if task.headed else []
     if not options.columns and not tables.parts and task.kind != "spans":
@@ -258,7 +262,7 @@ def plan_job(
             f"max_length: found {options.max_length}, and the model takes {limits.max_tokens} tokens; it is reduced to "
             f"{limits.max_tokens}"
         )
-    notes += note_long_texts(prepared, limits, task, options)
+    notes += note_long_texts(prepared, limits, task, options) + note_undefined_metrics(parts, task)
     filled = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
     job = Job(
         filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,

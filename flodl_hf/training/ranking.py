@@ -342,6 +342,19 @@ def _read(
     return lists, columns
 
 
+def note_undefined_metrics(sets: Mapping[str, Prepared], task: Task) -> list[str]:
+    """Return a note for each evaluation set of a ranker whose ranking metrics are not defined."""
+    notes = []
+    for name, part in sets.items() if isinstance(task, RankTask) else ():
+        grades = {(question, grade) for question, own in zip(*part.truth[:2], strict=True) for grade in own}
+        if len(grades) == len(set(part.truth[0])):
+            notes.append(
+                f"{f'eval {name}'.strip()}: no query has passages of different relevance, so {', '.join(FIGURES[1:])} "
+                "are not defined (nan); give each query several passages, some of which fit"
+            )
+    return notes
+
+
 class _Scorer(Scorer):
     """Average precision of all candidates, and ranking metrics of each question.
 

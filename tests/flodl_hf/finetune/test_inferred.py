@@ -156,6 +156,15 @@ def test_labels_of_every_kind_are_said(rows: list[dict[str, Any]], said: str) ->
     assert said in task_line(chosen(rows), rows, None)
 
 
+def test_several_tables_for_a_classifier_have_a_note_about_its_head(demo_model: Path, base: Path) -> None:
+    rows = [{"text": text, "label": i % 2} for i, text in enumerate(sentences()[:16])]
+    notes = [
+        [note for note in plan_job(model, {"a": rows, "b": rows}, None, make_options(options)).notes if "task=" in note]
+        for model, options in ((demo_model, {}), (base, {}), (demo_model, {"task": "embedding"}))
+    ]
+    assert [len(found) for found in notes] == [1, 0, 0]
+
+
 def test_a_trained_head_is_not_called_new(base: Path, tmp_path: Path) -> None:
     rows = TABLES["sequence_classification"](12)
     finetune(base, train=rows, max_steps=1, out=tmp_path / "trained")

@@ -109,6 +109,15 @@ def test_figures_are_those_of_each_question(base: Path) -> None:
     assert figures["map"] == pytest.approx((1 + 1 / 3 + 1 / 2) / 3)
 
 
+@pytest.mark.parametrize("options", [{}, {"vector_loss": "ListNetLoss"}])
+def test_queries_with_one_passage_have_a_note_about_undefined_metrics(options: dict[str, Any], base: Path) -> None:
+    single = [{"query": TEXTS[i], "passage": TEXTS[40 + i], "label": i % 2} for i in range(6)]
+    several = [{**row, "query": TEXTS[0]} for row in single]
+    given = make_options({**ONE, "task": "rank", **options})
+    notes = [plan_job(base, several, rows, given).notes for rows in (single, several)]
+    assert [sum("ndcg@10" in note for note in found) for found in notes] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "fault", "said"),
     [
