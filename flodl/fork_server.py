@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.forkserver
+import signal
+from multiprocessing import resource_tracker
 
 _is_prepared = False
 
@@ -17,7 +19,14 @@ def prepare_ranks(*modules: str) -> None:
     global _is_prepared
     if "forkserver" in multiprocessing.get_all_start_methods():
         multiprocessing.set_forkserver_preload(["flodl.fork_preload", "flodl.distributed", *modules])
-        multiprocessing.forkserver.ensure_running()
+        # The new process receives SIGINT after `flodl.fork_preload` has set what it does. The resource tracker, which
+        # would be started too, unblocks it.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         _is_prepared = True
 
 

@@ -225,7 +225,11 @@ class Crew:
             self._failed(rank, reason=f"killed by {name}{hint}")
         else:
             guard = 'if __name__ == "__main__":'
-            unguarded = f" (each rank imports the script: put the call under `{guard}`)" if code == 1 else ""
+            unguarded = (
+                f" (each rank imports the script; a script without `{guard}` needs it around the call)"
+                if code == 1
+                else ""
+            )
             hint = unguarded if self.board.phase(rank) == "spawn" and self.start != "fork" else ""
             self._failed(rank, reason=f"left with exit code {code} before its work was done{hint}")
 

@@ -273,7 +273,7 @@ class Handle:
 
         Raises:
             RankError: a rank failed; its attributes contain which, where and why.
-            TrainError: the run was aborted, or an earlier call reported its failure.
+            TrainError: the run was aborted, or ended without a result.
             TrainInterrupted: SIGINT (Ctrl-C) ended the run after it saved its state. A second call returns the result.
             SystemExit: SIGTERM ended the run after it saved its state; the code is 143.
         """

@@ -64,25 +64,22 @@ class StrictCommand(TyperCommand):
                 raise typer.BadParameter(f"{given} are aliases{what}; pass only one", ctx=ctx, param=option)
             files = list(dict.fromkeys(value for _, value in names)) if option.name in DATA else []
             if len(files) > 1:
-                found = f"{names[0][0]}: found {' and '.join(files)}; expected one value"
-                raise typer.BadParameter(f"{found}. Join several files into one.", ctx=ctx, param=option)
+                raise typer.BadParameter(f"found {' and '.join(files)}; expected one value", ctx=ctx, param=option)
         return super().parse_args(ctx, args)
 
 
 def spelled(args: Sequence[str]) -> list[str]:
     """Return the arguments with the usual spelling of each value in `SPELLINGS`; words after ``--`` are texts."""
     found: list[str] = []
-    for word in args:
-        if "--" in found:
-            found.append(word)
-            continue
+    end = args.index("--") if "--" in args else len(args)
+    for word in args[:end]:
         name, equals, value = word.partition("=")
         if equals and name in SPELLINGS:
             word = f"{name}={SPELLINGS[name].get(value, value)}"
         elif found and found[-1] in SPELLINGS:
             word = SPELLINGS[found[-1]].get(word, word)
         found.append(word)
-    return found
+    return [*found, *args[end:]]
 
 
 def names_given(option: Any, args: Sequence[str]) -> list[tuple[str, str]]:
@@ -92,7 +89,8 @@ def names_given(option: Any, args: Sequence[str]) -> list[tuple[str, str]]:
         return found
     words = list(args[: args.index("--")] if "--" in args else args)
     for word, after in zip_longest(words, words[1:], fillvalue=""):
-        name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        short = (word[:2], word[2:], word[2:])  # -tFILE
+        name, equals, value = word.partition("=") if word.startswith("--") else short
         if name in option.opts:
             found.append((name, value if equals else after))
     return found

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -18,6 +19,7 @@ import typer
 
 from flodl.errors import ConfigError, nearest
 from flodl.verbosity import Verbosity, verbosity
+from flodl_hf.checkpoints.keywords import PRECISION_SPELLINGS
 from flodl_hf.checkpoints.weights.prefetch import prefetching
 from flodl_hf.cli import STARTED
 from flodl_hf.cli.choices import complete_task, task_word
@@ -354,10 +356,23 @@ def _set_values(texts: Sequence[str]) -> dict[str, Any]:
         try:
             if not name or not equals:
                 raise ValueError
-            found[name.replace("-", "_")] = yaml.safe_load(value)
+            read = {name.replace("-", "_"): yaml.safe_load(value)}
         except (yaml.YAMLError, ValueError):
             raise ConfigError(f"--set: found {text!r}, expected name=value with YAML", problems=["set"]) from None
+        if twice := [name for name, value in read.items() if _differ(found.get(name), value)]:
+            raise ConfigError(f"--set: found several values for {twice[0]}; expected one", problems=twice)
+        found |= read
     return found
+
+
+def _differ(before: Any, value: Any) -> bool:
+    """Return whether an option has another value than before; a list of changes may extend ``--resume``."""
+    if before is None or (before is True and isinstance(value, list)):
+        return False
+    pair = [PRECISION_SPELLINGS.get(str(one), str(one)) for one in (before, value)]
+    with suppress(ValueError):
+        return float(pair[0]) != float(pair[1])  # YAML reads 1e-4 as text
+    return pair[0] != pair[1]
 
 
 def option_parameters(names: Container[str]) -> list[inspect.Parameter]:
@@ -441,7 +456,7 @@ def command(**arguments: Any) -> None:
     recipe that reproduces it, and every figure.
     """
     given, further = {name: parse(name, arguments.pop(name)) for name in _TABLE}, _set_values(arguments["set"] or ())
-    if twice := [name for name, value in further.items() if given.get(name) not in (None, value)]:
+    if twice := [name for name, value in further.items() if _differ(given.get(name), value)]:
         raise ConfigError(
             f"--set: found {', '.join(twice)} also as an option with another value; expected each once", problems=twice
         )

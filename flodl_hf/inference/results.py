@@ -128,6 +128,10 @@ class Found(Sequence[T]):
         """Deprecated name of ``source``."""
         return self.source
 
+    @given.setter
+    def given(self, value: Any) -> None:
+        self.source = value
+
     @property
     def empty(self) -> bool:
         """Whether the text is empty or white space alone; of a pair, whether both of its texts are."""

@@ -76,7 +76,7 @@ def choose_columns(head: str, names: Sequence[str], args: ColumnArgs, own: bool)
     """
     if head in ("multiple_choice", "next_sentence", "pretraining", "replaced_tokens"):
         raise PredictError(
-            f"predict_file: found a model with the head {head}, which has no form of results in files. Call the method "
+            f"found a model with the head {head}, which has no form of results in files. Call the method "
             "predict of the model in Python with the rows.",
             head=head,
         )

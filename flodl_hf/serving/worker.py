@@ -55,7 +55,7 @@ SHORT_CHARACTERS = 2048
 # further text.
 # Each text of these tasks has its own result.
 JOINED_CHARACTERS, MAX_JOINED = 1024, 64
-# Options, keys and priorities come from clients, so they select one of this number of turns.
+# Options come from clients, so they select one of this number of turns of a model, task, key and priority.
 VARIANTS = 16
 JOINED_TASKS = ("embed", "embed_sparse", "classify", "entities", "answer", "fill_mask")
 # Options of warm-up requests: long texts are read in windows.
@@ -203,7 +203,7 @@ class _Requests:
         self._turns, self._long_turns = Turns(MAX_COMPUTING), Turns(MAX_COMPUTING)
         self._groups: dict[Any, list[_Received]] = {}  # requests that the next turn answers together
         # One group with the same options at a time: with more, each would be smaller.
-        self._groups_turns = defaultdict[Any, Turns](lambda: Turns(1))
+        self._groups_turns: dict[Any, Turns] = {}
         self._lock = Lock()
 
     def answer_all(self, stream: Stream) -> None:
@@ -273,7 +273,7 @@ class _Requests:
 
     def _turns_of(self, key: Any) -> Turns:
         """Return the turns of the groups of a key of `_join_key`."""
-        return self._groups_turns[*key[:3], hash(key[3:]) % VARIANTS]
+        return self._groups_turns.setdefault((*key[:5], hash(key[5]) % VARIANTS), Turns(1))
 
     def _answer(self, message: dict[str, Any], request: WorkerRequest) -> _Answer:
         """Return the result or the error of a request, and its arrays."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.training.report.figures import Tuned
 from flodl_hf.training.start import cast_stored
 
-JSON = (str, int, float, list, tuple, dict, type(None))
+JSON = (str, int, float, type(None))
 
 
 class Timing(dict[str, float]):
@@ -43,6 +44,10 @@ def described(value: Any) -> Any:
     """Return a value with texts in place of objects, such as losses, which JSON and YAML do not have."""
     if isinstance(value, Mapping):
         return {name: described(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(described, value))
+    if isinstance(value, Number) and hasattr(value, "item"):  # of numpy
+        return value.item()
     return value if isinstance(value, JSON) else str(value)
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from flodl.errors import FlodlError, capped, nearest, printable
@@ -242,7 +243,7 @@ def _from_cache(request: HubRequest, why: str) -> Resolved:
     remedy = (
         f"expected it in the cache. Download it once with a network: `hf download {request.name}"
         + (f" --revision {request.revision}" if request.revision != "main" else "")
-        + f"`; or pass a folder, but none has this name{_alike(request.name)}"
+        + f"`; or pass a folder; no folder here has this name{_alike(request.name)}"
     )
     commit = request.revision
     if not _COMMIT.fullmatch(commit):
@@ -316,9 +317,13 @@ def _from_hub(request: HubRequest) -> Resolved:
         ref = request.storage / "refs" / request.revision
         with suppress(OSError):
             ref.parent.mkdir(parents=True, exist_ok=True)
-            beside = ref.with_name(f"{ref.name}.{os.getpid()}")  # some file systems of caches have no locks
-            beside.write_text(commit, "ascii")
-            beside.replace(ref)
+            # Some file systems of caches have no locks.
+            beside = ref.with_name(f"{ref.name}.{os.getpid()}.{get_ident()}")
+            try:
+                beside.write_text(commit, "ascii")
+                beside.replace(ref)
+            finally:
+                beside.unlink(missing_ok=True)
     return Resolved(folder, request.name, request.revision, commit)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,8 @@ MODEL_FILES = (
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     """Return the names that match one of the patterns; ``*`` does not match ``/``."""
-    patterns = list(patterns)
-    return {
-        name
-        for name in names
-        if any(name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    tests = [(pattern.count("/"), re.compile(translate(pattern)).match) for pattern in patterns]
+    return {name for name in names if any(name.count("/") == depth and match(name) for depth, match in tests)}
 
 
 def is_vocabulary_in(folder: Path) -> bool:

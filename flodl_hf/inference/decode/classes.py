@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -202,14 +202,13 @@ def decode_classes(
         windows = np.bincount(owners, minlength=count).tolist()
     index = np.argsort(-merged, axis=1, kind="stable")[:, :top_k]
     ordered = np.take_along_axis(merged, index, 1)
-    width = index.shape[1]
-    names = np.array([*labels], object)[index.ravel()].tolist()
-    found = build_records(Classification, names, ordered.ravel().tolist(), np.repeat(windows, width).tolist())
-    rows = [found[at : at + width] for at in range(0, len(found), width)]
-    if threshold is None:
-        return rows
-    reached = ordered >= np.array(_thresholds(threshold, labels), np.float32)[index]
-    return [list(compress(row, flags)) for row, flags in zip(rows, reached.tolist(), strict=True)]
+    least = -np.inf if threshold is None else np.array(_thresholds(threshold, labels), np.float32)[index]
+    reached = ordered >= least
+    counts = reached.sum(1)
+    names = np.array([*labels], object)[index[reached]].tolist()
+    found = build_records(Classification, names, ordered[reached].tolist(), np.repeat(windows, counts).tolist())
+    ends = np.cumsum(counts).tolist()
+    return [found[low:high] for low, high in pairwise([0, *ends])]
 
 
 def decide(labels: Sequence[Classification], thresholds: Mapping[str, float]) -> list[Classification]:

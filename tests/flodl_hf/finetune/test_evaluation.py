@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,56 @@ def test_the_best_model_is_neither_evaluated_again_nor_read_back(
     names = ("read", "out")
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in names)
     assert first == second
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_loss_of_an_evaluation_is_summed_in_the_order_of_its_batches(reverse: bool, base: Path) -> None:
+    rows = TABLES["sequence_classification"](12)
+    job = plan_job(base, rows, rows, make_options(SMALL))
+    assert job.evaluation is not None
+    # Ranks contribute their losses in any order; these values have other sums in other orders.
+    losses = [(0, 1e16, 1.0), (1, 1.0, 1.0), (2, -1e16, 1.0), (3, 1.0, 1.0)]
+    one = job.evaluation.sets[""]
+    figures = one._figures(losses[::-1] if reverse else losses, one.scorer())
+    assert figures["eval_loss"] == 0.25
+
+
+def test_a_fine_tune_on_one_device_imports_no_compiler(base: Path, tmp_path: Path) -> None:
+    absent = ("torch._dynamo", "torch._inductor", "sympy", "torch.distributed.fsdp", "pandas", "pyarrow", "triton")
+    (tmp_path / "t.csv").write_text("text,label\n" + "a good one,a\na bad one,b\n" * 8)
+    code = (
+        "import sys; from flodl_hf.cli import main\n"
+        f"sys.argv = ['flodl-hf', 'finetune', {str(base)!r}, '--train', 't.csv', '--eval', '0.5', '--epochs', '1']\n"
+        "try: main()\nexcept SystemExit as done: assert not done.code\n"
+        f"print('loaded', [name for name in {absent} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "loaded []" in done.stdout
+
+
+def test_what_was_seen_of_other_weights_is_judged_again(base: Path) -> None:
+    rows = TABLES["sequence_classification"](12)
+    job = plan_job(base, rows, rows, make_options(SMALL))
+    model = job.model.eval()
+    assert job.evaluation is not None
+    figures = job.evaluation(model)
+    seen = collect_predictions(model, job.evaluation, figures)
+    assert seen is job.evaluation.sets[""].seen
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    other = job.evaluation(model)
+    assert other != figures
+    again = collect_predictions(model, job.evaluation, figures)
+    assert again is not seen
+
+
+@pytest.mark.parametrize(("ranks", "report", "seen"), [(1, True, True), (1, False, False), (2, True, True)])
+def test_predictions_are_kept_for_a_report(ranks: int, report: bool, seen: bool, base: Path) -> None:
+    rows = TABLES["sequence_classification"](12)
+    job = plan_job(base, rows, rows, make_options({**SMALL, "report": report, "devices": ["cpu"] * ranks}))
+    assert job.evaluation is not None
+    assert (job.evaluation.sets[""].seen is not None) == seen
 
 
 def test_runs_that_keep_the_best_model_end_their_threads(base: Path) -> None:
