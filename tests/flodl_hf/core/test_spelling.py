@@ -168,7 +168,7 @@ def test_one_option_under_two_names_with_one_value_is_taken(tmp_path: Path) -> N
     assert "absent.csv: no such file" in done.stderr
 
 
-@pytest.mark.parametrize("more", [["--train", "b.csv"], ["-t", "b.csv"], ["--train=b.csv"]])
+@pytest.mark.parametrize("more", [["--train", "b.csv"], ["-t", "b.csv"], ["-tb.csv"], ["--train=b.csv"]])
 def test_a_second_file_of_training_data_is_not_dropped(more: list[str]) -> None:
     said = " ".join(run("finetune", "base", "--train", "a.csv", *more, code=2).stderr.replace("│", " ").split())
     assert "a.csv" in said
@@ -178,8 +178,19 @@ def test_a_second_file_of_training_data_is_not_dropped(more: list[str]) -> None:
 def test_an_option_with_another_value_in_set_is_refused() -> None:
     said = run("finetune", "base", "--train", "a.csv", "--epochs", "2", "--set", "epochs=5", code=1).stderr
     assert "epochs also as an option" in said
-    same = run("finetune", "base", "--train", "absent.csv", "--epochs", "2", "--set", "epochs=2", code=1).stderr
-    assert "absent.csv: no such file" in same
+    twice = run("finetune", "base", "--train", "a.csv", "--set", "seed=5", "--set", "seed=6", code=1).stderr
+    assert "several values for seed" in twice
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--epochs", "2", "--set", "epochs=2"], ["--lr", "1e-4", "--set", "lr=1e-4"],
+        ["--precision", "bf16", "--set", "precision=bfloat16"], ["--resume", "--set", "resume=[label_smoothing]"],
+    ],
+)  # fmt: skip
+def test_an_option_with_the_same_value_in_set_is_taken(words: list[str]) -> None:
+    assert "absent.csv" in run("finetune", "base", "--train", "absent.csv", *words, code=1).stderr
 
 
 def test_a_recipe_with_a_misspelt_name_is_told_what_was_meant(tmp_path: Path) -> None:

@@ -305,6 +305,17 @@ def test_requests_that_wait_at_the_same_time_are_one_call(folders: dict[str, Pat
     assert [rows for reply in replies for rows, _, _ in reply["ran"]] == [len(TEXTS)]
 
 
+def test_keys_and_priorities_do_not_wait_for_each_other() -> None:
+    from flodl_hf.serving.worker import _Requests
+
+    worker: Any = None
+    requests = _Requests(worker, 8)
+    callers = [(str(key), priority) for key in range(40) for priority in (-1, 0, 1)]
+    assert len({id(requests._turns_of((str, "embed", "m", *caller, "{}"))) for caller in callers}) == len(callers)
+    options = [(str, "embed", "m", "", 0, str(number)) for number in range(200)]
+    assert 1 < len({id(requests._turns_of(key)) for key in options}) <= 16
+
+
 @pytest.mark.parametrize(
     "change",
     [
