@@ -69,6 +69,12 @@ def answerer_for(model: Any, choice: Choice, options: Mapping[str, Any], caller:
     """
     given = {name: value for name, value in options.items() if value is not None}
     stored = given.pop("store", None) if choice.task == "vectors" else None
+    if stored is not None and (recipe := model.sentence_recipe) is not None and recipe.splade is not None:
+        raise PredictError(
+            f"{caller}: found a model of sparse vectors (SPLADE), expected dense ones. Use embed_sparse in Python, or "
+            "flodl-hf serve.",
+            head=model.head,
+        )
     method = method_of(model, choice.task, stored=stored is not None)
     known = _keywords(method, choice.task)
     wrong = [f"{name}{nearest(name, known)}" for name in given if name not in known]

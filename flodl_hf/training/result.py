@@ -46,8 +46,8 @@ def described(value: Any) -> Any:
         return {name: described(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(described, value))
-    if isinstance(value, Number) and hasattr(value, "item"):  # of numpy
-        return value.item()
+    if isinstance(value, Number) and (item := getattr(value, "item", None)) is not None:  # of numpy
+        return item()
     return value if isinstance(value, JSON) else str(value)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.errors import PredictError
+from flodl_hf.jobs import encode_file
 from flodl_hf.training import finetune
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.losses import make_loss
@@ -93,6 +94,11 @@ def test_sparse_vectors_are_trained_judged_and_read_again(base: Path, tmp_path: 
     assert torch.equal(found.to_tensor().to_dense(), again.to_tensor().to_dense())
     with pytest.raises(PredictError, match="embed_sparse"):
         loaded.fill_mask(TEXTS[:3])
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS[:3]))
+    with pytest.raises(PredictError) as refused:
+        encode_file(tmp_path / "out", tmp_path / "texts.txt", tmp_path / "v.npy")
+    assert refused.value.details["head"] == "base"
+    assert not (tmp_path / "v.npy").exists()
     kinds = [module["type"].rpartition(".")[2] for module in json.loads((tmp_path / "out/modules.json").read_text())]
     assert kinds == ["MLMTransformer", "SpladePooling"]
     assert "sparse-encoder" in (tmp_path / "out/README.md").read_text()
