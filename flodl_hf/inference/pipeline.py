@@ -116,8 +116,8 @@ class Session:
             count(int(table.lengths.sum()))
         if (send := SENDING.get()) is not None:
             return send(self.model, self.options, table, work, places)
-        small = int(table.lengths.sum()) <= MAX_UNCHECKED_TOKENS
-        if small and self.options.devices is None and works_by_itself(self.model.device):
+        alone = self.options.devices is None and works_by_itself(self.model.device)
+        if alone and int(table.lengths.sum()) <= MAX_UNCHECKED_TOKENS:
             from flodl_hf.inference.engine import Engine
 
             # Start on the graph of the last call, and check during its pass whether the model has changed.

@@ -243,7 +243,7 @@ def _from_cache(request: HubRequest, why: str) -> Resolved:
     remedy = (
         f"expected it in the cache. Download it once with a network: `hf download {request.name}"
         + (f" --revision {request.revision}" if request.revision != "main" else "")
-        + f"`; or pass a folder; no folder here has this name{_alike(request.name)}"
+        + f"`, or pass a folder. No folder here has this name{_alike(request.name)}"
     )
     commit = request.revision
     if not _COMMIT.fullmatch(commit):
