@@ -44,7 +44,7 @@ from flodl_hf.inference.cuda_graphs import SMALL
 from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.inputs import encode
 from flodl_hf.models import EncoderModel
-from flodl_hf.nn.layout.buckets import Buffer, bucket_of
+from flodl_hf.nn.buckets import Buffer, bucket_of
 from flodl_hf.tokenization.backend import cores
 from flodl_hf.tokenization.tokenizer import Tokenizer
 

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.auto import AutoModelForSequenceClassification
 from flodl_hf.models.adapters import Lora
-from flodl_hf.nn.adapter_layers.projections import AdaptedLinear
+from flodl_hf.nn.adapter_layers import AdaptedLinear
 
 SIZES = {
     "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},

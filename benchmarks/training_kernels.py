@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.train.step import decide
-from flodl_hf.nn.attention.dot_product import attend
-from flodl_hf.nn.layout.buckets import Buffer, bucket_of
-from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.nn.attention import attend
+from flodl_hf.nn.buckets import Buffer, bucket_of
+from flodl_hf.nn.layout import Packed
 
 HEADS, WIDTH, DROPOUT = 12, 64, 0.1
 CALLS = 50

@@ -21,7 +21,7 @@ from flodl_hf.cli.docs import exported, public_modules
 from flodl_hf.families import FAMILIES, index
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import REQUIRED, IgnoredKey, Row
-from flodl_hf.families.schema.keys import IGNORED_TENSORS, KeyRow
+from flodl_hf.families.schema.record import IGNORED_TENSORS, KeyRow
 from flodl_hf.families.schema.shared_keys import COMMON_IGNORED_KEYS, FOREIGN
 from flodl_hf.families.schema.tasks import HEADS, TASKS, Task, task_named
 from flodl_hf.parity.matrix import checkpoints_of

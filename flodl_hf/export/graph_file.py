@@ -37,10 +37,10 @@ from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, MODEL_FILES, TO
 from flodl_hf.checkpoints.weights.loading import canonical_names, head_of
 from flodl_hf.errors import ExportError
 from flodl_hf.export.convert import model_files
-from flodl_hf.families.schema.keys import translated
+from flodl_hf.families.schema.record import translated
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.models.saving import export_model
-from flodl_hf.nn.layers.parts import joined
+from flodl_hf.nn.joined_tensors import joined
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel

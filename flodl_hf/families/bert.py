@@ -18,10 +18,10 @@ from torch import nn
 from flodl.graph import Graph
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer, Ignored
 from flodl_hf.families.schema.config_rows import Row, activation, count, epsilon, fraction, optional, padding_id
-from flodl_hf.families.schema.keys import KeyRow, Tie
-from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
-from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, pooler, stack
+from flodl_hf.families.schema.record import KeyRow, Tie
+from flodl_hf.families.schema.shared_keys import BASE_SIZES, SIZES, EncoderSizes
+from flodl_hf.nn import task_heads
+from flodl_hf.nn.encoder import Embeddings, bert_block, chain, pooler, stack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ from flodl_hf.families import deberta_v2
 from flodl_hf.families.deberta_v2 import DebertaConfig
 from flodl_hf.families.schema import FamilyTokenizer
 from flodl_hf.families.schema.config_rows import IgnoredKey
-from flodl_hf.families.schema.keys import KeyRow, rows_under
-from flodl_hf.families.schema.sizes import BASE_SIZES
-from flodl_hf.nn.attention.disentangled.positions import RelativePositions
-from flodl_hf.nn.encoder.graphs import chain, stack
-from flodl_hf.nn.layers.norms import StepwiseNorm
+from flodl_hf.families.schema.record import KeyRow, rows_under
+from flodl_hf.families.schema.shared_keys import BASE_SIZES
+from flodl_hf.nn.disentangled.parts import RelativePositions
+from flodl_hf.nn.encoder import chain, stack
+from flodl_hf.nn.layers import StepwiseNorm
 
 LATER = (
     "head_size", "position_buckets", "share_keys", "relative_norm", "conv_kernel_size", "conv_groups",

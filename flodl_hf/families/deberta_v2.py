@@ -3,7 +3,7 @@
 Both have the ``model_type`` "deberta-v2". Departures from the shared encoder:
 
 * attention scores content and relative position apart, from one table of distances that is
-  normalised once a call and projected by every layer (`flodl_hf.nn.attention.disentangled`);
+  normalised once a call and projected by every layer (`flodl_hf.nn.disentangled`);
 * absolute positions are an option; embeddings may be narrower than the states; padding is zeroed;
 * a convolution over the embeddings may join the output of the first layer (v2-xlarge);
 * classification has a separate pooler, which belongs to the head and not to the encoder;
@@ -36,15 +36,14 @@ from flodl_hf.families.schema.config_rows import (
     optional,
     padding_id,
 )
-from flodl_hf.families.schema.keys import KeyRow
-from flodl_hf.families.schema.sizes import SIZES, EncoderSizes
-from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
-from flodl_hf.nn.attention.disentangled.positions import RelativePositions
-from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.deberta import Convolution, ConvolvedLayer, MaskedEmbeddings
-from flodl_hf.nn.encoder.graphs import chain, stack
-from flodl_hf.nn.encoder.losses import check_labels
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families.schema.record import KeyRow
+from flodl_hf.families.schema.shared_keys import SIZES, EncoderSizes
+from flodl_hf.nn import task_heads
+from flodl_hf.nn.disentangled.attention import DisentangledAttention
+from flodl_hf.nn.disentangled.parts import Convolution, ConvolvedLayer, MaskedEmbeddings, RelativePositions
+from flodl_hf.nn.encoder import chain, stack
+from flodl_hf.nn.layers import EncoderLayer, FeedForward
+from flodl_hf.nn.task_heads import check_labels
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ from flodl.graph import Graph
 from flodl_hf.families import bert
 from flodl_hf.families.schema import Family, FamilyHead
 from flodl_hf.families.schema.config_rows import IgnoredKey, Row, activation, count, fraction, padding_id
-from flodl_hf.families.schema.keys import KeyRow
-from flodl_hf.families.schema.sizes import BASE_SIZES, EncoderSizes
-from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
+from flodl_hf.families.schema.record import KeyRow
+from flodl_hf.families.schema.shared_keys import BASE_SIZES, EncoderSizes
+from flodl_hf.nn import task_heads
+from flodl_hf.nn.encoder import bert_block, chain, stack
 
 
 @dataclass(frozen=True, kw_only=True)

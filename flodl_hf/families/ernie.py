@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from flodl.graph import Graph
 from flodl_hf.families import bert
 from flodl_hf.families.schema.config_rows import Row, boolean, count
-from flodl_hf.families.schema.keys import KeyRow, rows_under
-from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, stack
-from flodl_hf.nn.layout.layouts import Layout
+from flodl_hf.families.schema.record import KeyRow, rows_under
+from flodl_hf.nn.encoder import Embeddings, bert_block, chain, stack
+from flodl_hf.nn.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

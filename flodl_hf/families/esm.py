@@ -30,14 +30,13 @@ from flodl_hf.families.schema.config_rows import (
     token_id,
     within_vocabulary,
 )
-from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
-from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
-from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes, wavelength
-from flodl_hf.nn.attention.rotary import Rotary, StatedRotary
-from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, pooler, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
-from flodl_hf.nn.layout.layouts import Layout
+from flodl_hf.families.schema.record import KeyRow, Tie, rows_under
+from flodl_hf.families.schema.shared_keys import BASE_SIZES, HEAD_WIDTH, SIZES, EncoderSizes, wavelength
+from flodl_hf.nn import task_heads
+from flodl_hf.nn.encoder import Embeddings, bert_block, chain, pooler, stack
+from flodl_hf.nn.layers import EncoderLayer
+from flodl_hf.nn.layout import Layout
+from flodl_hf.nn.positions import Rotary, StatedRotary
 
 # Of the tokens of a text, how many were masked in training: 80 % of 15 %.
 MASKED_IN_TRAINING = 0.15 * 0.8

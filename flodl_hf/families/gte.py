@@ -17,12 +17,11 @@ from flodl.graph import Graph
 from flodl_hf.families import bert, roberta
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import IgnoredKey, changed, count
-from flodl_hf.families.schema.keys import KeyRow
-from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
-from flodl_hf.families.schema.sizes import BASE_SIZES, rotary_rows
-from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
-from flodl_hf.nn.encoder.graphs import bert_block, chain, pooler, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+from flodl_hf.families.schema.record import KeyRow
+from flodl_hf.families.schema.shared_keys import BASE_SIZES, HEAD_WIDTH, rotary_rows
+from flodl_hf.nn.encoder import bert_block, chain, pooler, stack
+from flodl_hf.nn.layers import EncoderLayer
+from flodl_hf.nn.positions import Rotary, RotarySettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from flodl.graph import Graph
 from flodl_hf.families import bert
 from flodl_hf.families.schema.config_rows import IgnoredKey, Row, changed, one_of
-from flodl_hf.families.schema.keys import KeyRow, rows_under
-from flodl_hf.nn.attention.distances import SlopedBias
-from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+from flodl_hf.families.schema.record import KeyRow, rows_under
+from flodl_hf.nn.encoder import bert_block, chain, stack
+from flodl_hf.nn.layers import EncoderLayer
+from flodl_hf.nn.positions import SlopedBias
 
 
 @dataclass(frozen=True, kw_only=True)

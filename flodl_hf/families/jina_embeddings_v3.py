@@ -19,10 +19,9 @@ from flodl.graph import Graph
 from flodl_hf.families import bert, gte, roberta
 from flodl_hf.families.schema import Ignored
 from flodl_hf.families.schema.config_rows import Check, IgnoredKey, Row, boolean, changed, count, padding_id
-from flodl_hf.families.schema.keys import KeyRow, rows_under
-from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
-from flodl_hf.families.schema.sizes import rotary_rows, wavelength
-from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
+from flodl_hf.families.schema.record import KeyRow, rows_under
+from flodl_hf.families.schema.shared_keys import HEAD_WIDTH, rotary_rows, wavelength
+from flodl_hf.nn.encoder import bert_block, chain, stack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,14 +34,20 @@ from flodl_hf.families.schema.config_rows import (
     padding_id,
     within_vocabulary,
 )
-from flodl_hf.families.schema.keys import KeyRow, Tie
-from flodl_hf.families.schema.shared_keys import HEAD_WIDTH
-from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes, rotary_settings, wavelength
-from flodl_hf.nn.attention.dot_product import SelfAttention
-from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
-from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, chain, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
+from flodl_hf.families.schema.record import KeyRow, Tie
+from flodl_hf.families.schema.shared_keys import (
+    BASE_SIZES,
+    HEAD_WIDTH,
+    SIZES,
+    EncoderSizes,
+    rotary_settings,
+    wavelength,
+)
+from flodl_hf.nn import task_heads
+from flodl_hf.nn.attention import SelfAttention
+from flodl_hf.nn.encoder import Embeddings, chain, stack
+from flodl_hf.nn.layers import EncoderLayer, FeedForward
+from flodl_hf.nn.positions import Rotary, RotarySettings
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 

@@ -18,10 +18,10 @@ from flodl.graph import Graph
 from flodl_hf.families import bert, roberta
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import IgnoredKey, Row, activation, count, epsilon, fraction
-from flodl_hf.families.schema.keys import KeyRow, rows_under
-from flodl_hf.families.schema.sizes import BASE_SIZES, SIZES, EncoderSizes
-from flodl_hf.nn.attention.distances import RelativeBias
-from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
+from flodl_hf.families.schema.record import KeyRow, rows_under
+from flodl_hf.families.schema.shared_keys import BASE_SIZES, SIZES, EncoderSizes
+from flodl_hf.nn.encoder import bert_block, chain, stack
+from flodl_hf.nn.positions import RelativeBias
 
 PADDING = 1  # fixed in the reference implementation, whatever the configuration says
 BUCKETS = 32  # that distances are sorted into, likewise

@@ -28,9 +28,9 @@ from flodl_hf.families.schema.config_rows import (
     optional,
     padding_id,
 )
-from flodl_hf.families.schema.keys import KeyRow, rows_under
-from flodl_hf.families.schema.sizes import rotary_settings, wavelength
-from flodl_hf.nn.encoder.graphs import bert_block, chain, stack
+from flodl_hf.families.schema.record import KeyRow, rows_under
+from flodl_hf.families.schema.shared_keys import rotary_settings, wavelength
+from flodl_hf.nn.encoder import bert_block, chain, stack
 
 
 @dataclass(frozen=True, kw_only=True)

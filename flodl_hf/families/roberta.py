@@ -17,9 +17,9 @@ from flodl.graph import Graph
 from flodl_hf.families import bert
 from flodl_hf.families.schema import FamilyHead, FamilyTokenizer
 from flodl_hf.families.schema.config_rows import changed, count
-from flodl_hf.families.schema.keys import KeyRow, Tie, rows_under
-from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, stack
+from flodl_hf.families.schema.record import KeyRow, Tie, rows_under
+from flodl_hf.nn import task_heads
+from flodl_hf.nn.encoder import Embeddings, bert_block, chain, stack
 
 
 @dataclass(frozen=True, kw_only=True)

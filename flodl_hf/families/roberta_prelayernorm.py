@@ -13,8 +13,8 @@ from torch import nn
 from flodl.graph import Graph
 from flodl_hf.families import roberta
 from flodl_hf.families.roberta import RobertaConfig
-from flodl_hf.families.schema.keys import KeyRow, rows_under
-from flodl_hf.nn.encoder.graphs import chain, pre_norm_block, stack
+from flodl_hf.families.schema.record import KeyRow, rows_under
+from flodl_hf.nn.encoder import chain, pre_norm_block, stack
 
 PREFIX = "roberta_prelayernorm"
 MOVED = {

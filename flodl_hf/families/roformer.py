@@ -24,11 +24,11 @@ from flodl.graph import Graph
 from flodl_hf.families import bert, electra, roberta
 from flodl_hf.families.schema import PassthroughTensor
 from flodl_hf.families.schema.config_rows import IgnoredKey, Row, boolean, changed
-from flodl_hf.families.schema.keys import KeyRow, rows_under
-from flodl_hf.nn.attention.rotary import PairedRotary
-from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, bert_block, chain, stack
-from flodl_hf.nn.layout.layouts import Layout
+from flodl_hf.families.schema.record import KeyRow, rows_under
+from flodl_hf.nn import task_heads
+from flodl_hf.nn.encoder import Embeddings, bert_block, chain, stack
+from flodl_hf.nn.layout import Layout
+from flodl_hf.nn.positions import PairedRotary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from flodl.graph import Graph
 from flodl_hf.families import roberta
 from flodl_hf.families.roberta import RobertaConfig
 from flodl_hf.families.schema.config_rows import changed
-from flodl_hf.families.schema.keys import KeyRow, rows_under
-from flodl_hf.nn.encoder.graphs import chain, pre_norm_block, stack
+from flodl_hf.families.schema.record import KeyRow, rows_under
+from flodl_hf.nn.encoder import chain, pre_norm_block, stack
 
 MOVED = {
     "encoder.embeddings.norm": None,

@@ -28,7 +28,7 @@ from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Fill, Fills, is_empty
 from flodl_hf.models.outputs import MaskedLMOutput
-from flodl_hf.nn.encoder.losses import check_labels, token_loss
+from flodl_hf.nn.task_heads import check_labels, token_loss
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Ranking
 from flodl_hf.models.outputs import MultipleChoiceOutput
-from flodl_hf.nn.encoder.losses import check_labels
+from flodl_hf.nn.task_heads import check_labels
 
 __all__ = ["MultipleChoice"]
 

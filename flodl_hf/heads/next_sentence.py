@@ -23,7 +23,7 @@ from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Labels
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.outputs import NextSentenceOutput
-from flodl_hf.nn.encoder.losses import check_labels
+from flodl_hf.nn.task_heads import check_labels
 
 __all__ = ["NextSentence"]
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from flodl_hf.heads.masked_lm import MaskedLM
 from flodl_hf.heads.next_sentence import predict
 from flodl_hf.models.outputs import PretrainingOutput
-from flodl_hf.nn.encoder.losses import check_labels, token_loss
+from flodl_hf.nn.task_heads import check_labels, token_loss
 
 __all__ = ["Pretrainer"]
 

@@ -23,7 +23,7 @@ from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Answers
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.outputs import QuestionAnsweringOutput
-from flodl_hf.nn.encoder.losses import span_loss
+from flodl_hf.nn.task_heads import span_loss
 
 if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer

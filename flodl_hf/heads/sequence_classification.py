@@ -40,7 +40,7 @@ from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Labels, Ranking
 from flodl_hf.models.outputs import SequenceClassificationOutput
-from flodl_hf.nn.encoder.losses import check_labels, classification_loss
+from flodl_hf.nn.task_heads import check_labels, classification_loss
 
 __all__ = ["SequenceClassifier"]
 

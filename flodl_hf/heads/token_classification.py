@@ -22,7 +22,7 @@ from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Entities, is_empty
 from flodl_hf.models.outputs import TokenClassificationOutput
-from flodl_hf.nn.encoder.losses import check_labels, token_loss
+from flodl_hf.nn.task_heads import check_labels, token_loss
 from flodl_hf.tokenization.alignment import join_words
 
 __all__ = ["TokenClassifier"]

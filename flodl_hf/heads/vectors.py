@@ -34,7 +34,7 @@ from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.token_table import table_of
 from flodl_hf.inference.vectors import Vectors
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.nn.layout.layouts import Padded
+from flodl_hf.nn.layout import Padded
 
 USUAL_BATCH = 32
 """Texts of a batch in sentence-transformers, where vectors depend on padding."""

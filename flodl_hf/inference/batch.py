@@ -19,8 +19,8 @@ from torch import Tensor
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.decode.rows import Placed, TokenTable
-from flodl_hf.nn.adapter_layers.prompts import prefix_of
-from flodl_hf.nn.layout.layouts import Layout, Padded
+from flodl_hf.nn.layout import Layout, Padded
+from flodl_hf.nn.prompts import prefix_of
 
 if TYPE_CHECKING:
     from flodl.graph import Graph

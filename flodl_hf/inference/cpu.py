@@ -31,7 +31,7 @@ from flodl_hf.nn.backends.cpu_products import (
     has_onednn,
     sums_in_32_bits,
 )
-from flodl_hf.nn.layers.table import TORCH
+from flodl_hf.nn.layers import TORCH
 
 if TYPE_CHECKING:
     from flodl_hf.inference.options import Precision

@@ -3,7 +3,7 @@
 Decides when a shape is recorded (behind an ordinary pass of it, while the device computes that one; ever later after
 each time a recording had to go), how many recordings are kept (the least recently used go first), that captures
 are serialised, and that a pass that cannot be recorded runs normally. Shapes recur because
-`flodl_hf.nn.layout.buckets` and the engine pad batches to few of them.
+`flodl_hf.nn.buckets` and the engine pad batches to few of them.
 """
 
 from __future__ import annotations

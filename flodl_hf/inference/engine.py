@@ -24,10 +24,9 @@ from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.layers_from_disk import Given
 from flodl_hf.inference.options import Precision, RunOptions
 from flodl_hf.inference.prepared_graph import Prepared, holder
-from flodl_hf.nn.adapter_layers.prompts import prefix_of
-from flodl_hf.nn.layout.buckets import Buffer, bucket_of
-from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
-from flodl_hf.nn.layout.rounded import laid_out, rounded
+from flodl_hf.nn.buckets import Buffer, bucket_of, laid_out, rounded
+from flodl_hf.nn.layout import Layout, Packed, Padded
+from flodl_hf.nn.prompts import prefix_of
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model import GraphModel

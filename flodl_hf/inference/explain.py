@@ -16,7 +16,7 @@ from flodl.devices import parse_device
 from flodl.graph import Graph
 from flodl_hf.inference.options import Precision, check_name, check_precision, dtype_of
 from flodl_hf.inference.prepared_graph import shadow
-from flodl_hf.nn.adapter_layers.projections import folded
+from flodl_hf.nn.adapter_layers import folded
 from flodl_hf.nn.backends.choose import layers_of, prediction_sizes, splits
 from flodl_hf.nn.backends.cpu import plain_parts
 from flodl_hf.nn.backends.cuda import GATES, HEAD_WIDTHS, SHORT, CudaTable

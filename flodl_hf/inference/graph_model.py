@@ -21,10 +21,9 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.checkpoints.weights.load_report import LoadReport
 from flodl_hf.errors import PredictError, no_tokenizer
 from flodl_hf.inference.hidden_states import given_embeddings, ids_for, watched
-from flodl_hf.nn.adapter_layers.prompts import prefix_of
-from flodl_hf.nn.attention.dot_product import check_implementation
-from flodl_hf.nn.attention.prefixes import ShiftedPositions
-from flodl_hf.nn.layout.layouts import Padded
+from flodl_hf.nn.attention import check_implementation
+from flodl_hf.nn.layout import Padded
+from flodl_hf.nn.prompts import ShiftedPositions, prefix_of
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl_hf.errors import PredictError
-from flodl_hf.nn.layout.layouts import Padded
+from flodl_hf.nn.layout import Padded
 
 
 @contextmanager

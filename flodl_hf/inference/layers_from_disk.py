@@ -24,8 +24,8 @@ from flodl_hf.errors import PredictError
 from flodl_hf.inference.module_copies import arranged, convert, shadow, tensors_of
 from flodl_hf.inference.options import Precision
 from flodl_hf.nn.backends.choose import alone_last, finish_first_tokens
-from flodl_hf.nn.encoder.graphs import Repeated
-from flodl_hf.nn.layout.layouts import Layout
+from flodl_hf.nn.encoder import Repeated
+from flodl_hf.nn.layout import Layout
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.weights.on_disk import OnDisk

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flodl.graph import Graph
 from flodl_hf.inference.options import Precision, check_precision, dtype_of
-from flodl_hf.nn.adapter_layers.projections import folded
+from flodl_hf.nn.adapter_layers import folded
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -223,7 +223,7 @@ def _trusts_buckets(graph: Graph, like: Tensor | None = None) -> bool:
         graph: the graph with the layers.
         like: a tensor where they run, in the dtype that they compute in; None for one of the graph's own.
     """
-    from flodl_hf.nn.attention.dot_product import SelfAttention
+    from flodl_hf.nn.attention import SelfAttention
     from flodl_hf.nn.backends.choose import layers_of
     from flodl_hf.nn.backends.self_tests import buckets
     from flodl_hf.nn.kernels.self_test import trusted

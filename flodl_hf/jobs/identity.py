@@ -134,7 +134,7 @@ def _adapter_settings(graph: nn.Module) -> dict[str, Any]:
     return {
         f"{path}.{name}": value
         for path, module in graph.named_modules()
-        if type(module).__module__.startswith("flodl_hf.nn.adapter_layers")
+        if type(module).__module__ in ("flodl_hf.nn.adapter_layers", "flodl_hf.nn.prompts")
         for name, value in sorted(vars(module).items())
         if not name.startswith("_")
         and name not in ("training", "dropout")

@@ -26,7 +26,7 @@ from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceManif
 from flodl_hf.checkpoints.weights.file_names import WEIGHTS_KEY, weights_named
 from flodl_hf.checkpoints.weights.load_report import LoadReport
 from flodl_hf.checkpoints.weights.loading import Plan, class_of, head_of, plan_load
-from flodl_hf.nn.layers.activations import Activation
+from flodl_hf.nn.layers import Activation
 
 
 def build_graph(config: ModelConfig, head: str, *, pooler: bool) -> Graph:

@@ -60,8 +60,8 @@ from flodl_hf.models.sentence_folder import (
     with_overrides,
     with_scores,
 )
-from flodl_hf.nn.attention.dot_product import check_implementation
-from flodl_hf.nn.layers.parts import as_whole, parts_from
+from flodl_hf.nn.attention import check_implementation
+from flodl_hf.nn.joined_tensors import as_whole, parts_from
 
 if TYPE_CHECKING:
     from flodl_hf.inference.cuda_warmup import Warming

@@ -25,7 +25,7 @@ from flodl_hf.checkpoints.weights.loading import canonical_names
 from flodl_hf.errors import ExportError
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.models.building import FLOATS
-from flodl_hf.nn.layers.parts import joined
+from flodl_hf.nn.joined_tensors import joined
 
 if TYPE_CHECKING:
     from flodl_hf.inference.graph_model import GraphModel

@@ -20,7 +20,7 @@ from flodl_hf.checkpoints.weights.file_names import BOUNDS
 from flodl_hf.inference.decode.pooling import pool, pool_padded
 from flodl_hf.inference.graph_model import Routed, recipe_behind
 from flodl_hf.models.building import states_of
-from flodl_hf.nn.layout.layouts import Layout, Padded
+from flodl_hf.nn.layout import Layout, Padded
 
 if TYPE_CHECKING:
     from flodl.graph import Graph

@@ -21,7 +21,7 @@ from flodl_hf.families import families, named
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.heads.auto import head_named
-from flodl_hf.nn.layers.parts import as_whole, part_of, split
+from flodl_hf.nn.joined_tensors import as_whole, part_of, split
 from flodl_hf.parity.inputs import AwkwardBatch, as_choices, awkward_batches
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flodl_hf.nn.layers.parts import as_whole
-from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.nn.joined_tensors import as_whole
+from flodl_hf.nn.layout import Packed
 from flodl_hf.parity.adapters import adapters
 from flodl_hf.parity.cell import REORDERED, Bench, Evidence, Status, gap, verdict
 

@@ -51,7 +51,7 @@ def measure_peak(device: Any, dtype: Any) -> float:
 
 def operations_of_token(model: Any) -> int:
     """Return the operations of an encoder's projections for one token, without attention."""
-    from flodl_hf.nn.layers.encoder_layer import EncoderLayer
+    from flodl_hf.nn.layers import EncoderLayer
 
     encoder = model.graph.get_submodule("encoder")
     layers = [part for part in encoder.modules() if isinstance(part, EncoderLayer)]

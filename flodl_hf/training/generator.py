@@ -21,8 +21,8 @@ from flodl.metrics import Accuracy, Classification
 from flodl.train import Loss
 from flodl_hf.inference.decode.metrics import Perplexity
 from flodl_hf.models.building import tie_tensors
-from flodl_hf.nn.adapter_layers.prompts import prefix_of
-from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
+from flodl_hf.nn.prompts import prefix_of
+from flodl_hf.nn.task_heads import IGNORED_LABEL, token_loss
 from flodl_hf.tokenization.alignment import IGNORE
 from flodl_hf.tokenization.readers.columns import Columns, infer_columns
 from flodl_hf.training.masked import CollateShares, MaskedTask, Masking, make_masking

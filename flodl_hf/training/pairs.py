@@ -21,7 +21,7 @@ from flodl.errors import DataError
 from flodl.metrics import Classification
 from flodl.train import Loss
 from flodl_hf.inference.decode.metrics import Perplexity
-from flodl_hf.nn.encoder.losses import IGNORED_LABEL, token_loss
+from flodl_hf.nn.task_heads import IGNORED_LABEL, token_loss
 from flodl_hf.tokenization.readers.columns import Columns, pair_columns
 from flodl_hf.tokenization.readers.faults import check_texts, refuse_rows
 from flodl_hf.tokenization.readers.targets import as_numbers

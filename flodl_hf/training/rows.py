@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flodl.data import Where
 from flodl.distributed.shares import ranges, split
 from flodl.errors import DataError
-from flodl_hf.nn.layout.buckets import FILLER, Bucket, fill, round_up
+from flodl_hf.nn.buckets import FILLER, Bucket, fill, round_up
 from flodl_hf.tokenization.alignment import IGNORE
 from flodl_hf.training.step import SEEDS, row_seeds
 

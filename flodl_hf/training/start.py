@@ -90,7 +90,7 @@ class ModelFactory:
     def _as_stored(self) -> EncoderModel:
         """Return the model in the dtype of its files; missing tensors are initialised in float32."""
         from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
-        from flodl_hf.nn.layers.parts import as_whole
+        from flodl_hf.nn.joined_tensors import as_whole
 
         model: Any = self._read("auto")
         stored = model.source.manifest.tensors

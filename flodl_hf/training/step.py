@@ -27,9 +27,9 @@ from torch.nn import functional as F
 from flodl.data import Where
 from flodl.errors import TrainError
 from flodl.train import Loss
-from flodl_hf.nn.adapter_layers.prompts import prefix_of
-from flodl_hf.nn.encoder.losses import IGNORED_LABEL, classification_loss, span_loss, token_loss
-from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
+from flodl_hf.nn.layout import Layout, Packed, Padded
+from flodl_hf.nn.prompts import prefix_of
+from flodl_hf.nn.task_heads import IGNORED_LABEL, classification_loss, span_loss, token_loss
 
 LossFunction = Callable[[Tensor, Tensor], Any]
 

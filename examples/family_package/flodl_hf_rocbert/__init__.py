@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flodl_hf.families import bert
 from flodl_hf.families.schema import FamilyHead, IgnoredKey, KeyRow, PassthroughTensor
-from flodl_hf.nn.encoder import task_heads
+from flodl_hf.nn import task_heads
 
 __all__ = ["GTE_ANSWERS", "ROC_BERT"]
 

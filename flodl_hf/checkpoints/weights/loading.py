@@ -13,9 +13,9 @@ from typing import Any, Protocol, cast
 from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.checkpoints.weights.load_report import LoadReport
 from flodl_hf.families.schema import Family
-from flodl_hf.families.schema.keys import KeyMap, Tie, changes_a_layer, ignored_reason, repeated_bias
+from flodl_hf.families.schema.record import KeyMap, Tie, changes_a_layer, ignored_reason, repeated_bias
 from flodl_hf.families.schema.tasks import HEADS
-from flodl_hf.nn.layers.parts import named_part, part_of
+from flodl_hf.nn.joined_tensors import named_part, part_of
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 # What our names of a task's own tensors begin with.

@@ -1,11 +1,8 @@
 """The records and tables that describe a family.
 
-    record       `Family` and its parts: heads, tokenizer, tensors that are ignored or kept
+    record       `Family` and its parts: names of tensors, heads, tokenizer, tensors that are ignored or kept
     config_rows  how a key of ``config.json`` becomes a field, and the rules for other keys
-    sizes        the sizes of every encoder, as fields and rows
-    shared_keys  keys with the same meaning in every family
-    rotary_rows  keys of rotary positions
-    keys         names of tensors, in both directions
+    shared_keys  keys with the same meaning in every family: sizes, rotary positions, keys without effect
     tasks        the table of tasks
 
 The families themselves are in `flodl_hf.families`.
@@ -18,13 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flodl_hf.families.schema.config_rows import IgnoredKey, Row
-    from flodl_hf.families.schema.keys import KeyRow, Tie
-    from flodl_hf.families.schema.record import Family, FamilyHead, FamilyTokenizer, Ignored, PassthroughTensor
+    from flodl_hf.families.schema.record import (
+        Family,
+        FamilyHead,
+        FamilyTokenizer,
+        Ignored,
+        KeyRow,
+        PassthroughTensor,
+        Tie,
+    )
 
 _NAMES = {
     "config_rows": ("IgnoredKey", "Row"),
-    "keys": ("KeyRow", "Tie"),
-    "record": ("Family", "FamilyHead", "FamilyTokenizer", "Ignored", "PassthroughTensor"),
+    "record": ("Family", "FamilyHead", "FamilyTokenizer", "Ignored", "KeyRow", "PassthroughTensor", "Tie"),
 }
 
 __all__ = [

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from flodl.errors import ConfigError, capped, nearest, shown
-from flodl_hf.nn.layers.activations import ACTIVATIONS
+from flodl_hf.nn.layers import ACTIVATIONS
 
 
 class _Required:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.nn.layout.layouts import Layout, Packed
-from flodl_hf.nn.layout.segments import largest_of_texts
+from flodl_hf.nn.layout import Layout, Packed, largest_of_texts
 
 Pooling: TypeAlias = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token", "pooler"]
 

@@ -17,10 +17,24 @@ from flodl.errors import ConfigError, nearest
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.settings import Settings
-from flodl_hf.nn.adapter_layers.projections import AdaptedLinear, LoraPart, ScaledLinear, ScalePart
-from flodl_hf.nn.adapter_layers.prompts import PromptedEmbedding, PromptPart
-from flodl_hf.nn.adapter_layers.tables import AdaptedEmbedding, RowsPart, TablePart
-from flodl_hf.nn.attention.prefixes import MadePrefixPart, PrefixedAttention, PrefixPart, ShiftedPositions, ShiftPart
+from flodl_hf.nn.adapter_layers import (
+    AdaptedEmbedding,
+    AdaptedLinear,
+    LoraPart,
+    RowsPart,
+    ScaledLinear,
+    ScalePart,
+    TablePart,
+)
+from flodl_hf.nn.prompts import (
+    MadePrefixPart,
+    PrefixedAttention,
+    PrefixPart,
+    PromptedEmbedding,
+    PromptPart,
+    ShiftedPositions,
+    ShiftPart,
+)
 
 Part = LoraPart | TablePart | RowsPart | ScalePart | PromptPart | PrefixPart | ShiftPart
 """The parts of an adapter for one module."""

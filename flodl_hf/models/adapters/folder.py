@@ -39,10 +39,9 @@ from flodl_hf.models.adapters.fresh import (
 )
 from flodl_hf.models.adapters.peft_file import of_pattern, read_settings, targeted, task_of
 from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
-from flodl_hf.nn.adapter_layers.projections import LoraPart, ScalePart
-from flodl_hf.nn.adapter_layers.prompts import WORDS, PromptPart
-from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
-from flodl_hf.nn.layers.parts import as_whole, part_of, split
+from flodl_hf.nn.adapter_layers import LoraPart, RowsPart, ScalePart, TablePart
+from flodl_hf.nn.joined_tensors import as_whole, part_of, split
+from flodl_hf.nn.prompts import WORDS, PromptPart
 
 WEIGHTS, BIN, HEAD = "adapter_model.safetensors", "adapter_model.bin", "head_config.json"
 FILES = (CONFIG, WEIGHTS, BIN, HEAD, "checksums.json", *RECIPE_FILES)

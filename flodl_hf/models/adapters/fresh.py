@@ -13,11 +13,9 @@ from flodl.errors import ConfigError, capped, nearest
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import Adapter, Part, Site
 from flodl_hf.models.adapters.settings import ALL_LINEAR, IA3, Lora, Prefix, Prompt, Settings, fits, listed
-from flodl_hf.nn.adapter_layers.projections import LoraPart, ScalePart
-from flodl_hf.nn.adapter_layers.prompts import WORDS, BiLstmEncoder, PromptPart
-from flodl_hf.nn.adapter_layers.tables import RowsPart, TablePart
-from flodl_hf.nn.attention.prefixes import MadePrefixPart, PrefixMaker, PrefixPart, ShiftPart
-from flodl_hf.nn.layers.parts import as_whole, join, part_of, split
+from flodl_hf.nn.adapter_layers import LoraPart, RowsPart, ScalePart, TablePart
+from flodl_hf.nn.joined_tensors import as_whole, join, part_of, split
+from flodl_hf.nn.prompts import WORDS, BiLstmEncoder, MadePrefixPart, PrefixMaker, PrefixPart, PromptPart, ShiftPart
 
 PREFIX_STD = 0.02
 POSITIONS = "encoder.embeddings.position"

@@ -22,9 +22,9 @@ from flodl_hf.inference.inputs import Encoded
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.models.adapters.attach import Adapter, Adapters
 from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt
-from flodl_hf.nn.adapter_layers.projections import LoraPart
-from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
-from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.nn.adapter_layers import LoraPart
+from flodl_hf.nn.disentangled.attention import DisentangledAttention
+from flodl_hf.nn.layout import Packed
 
 DOES = {IA3: "scales states", Prompt: "puts tokens before texts", Prefix: "puts keys and values before texts"}
 

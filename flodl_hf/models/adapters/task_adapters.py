@@ -15,7 +15,7 @@ import torch
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.graph_model import GraphModel
-from flodl_hf.nn.layers.parts import as_whole, part_of, split
+from flodl_hf.nn.joined_tensors import as_whole, part_of, split
 
 ORIGINAL = "parametrizations.weight.original"
 M = TypeVar("M", bound=GraphModel)

@@ -21,10 +21,9 @@ from flodl_hf.models.adapters.fresh import Names
 from flodl_hf.models.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
 from flodl_hf.models.adapters.settings import IA3, Prefix, Prompt, fits
 from flodl_hf.models.saving import Contents, model_contents
-from flodl_hf.nn.adapter_layers.prompts import WORDS, PromptPart
-from flodl_hf.nn.adapter_layers.tables import RowsPart
-from flodl_hf.nn.attention.prefixes import PrefixPart
-from flodl_hf.nn.layers.parts import join, joined, part_of
+from flodl_hf.nn.adapter_layers import RowsPart
+from flodl_hf.nn.joined_tensors import join, joined, part_of
+from flodl_hf.nn.prompts import WORDS, PrefixPart, PromptPart
 
 PARTS = (".lora.", ".ia3.", ".prompt.", ".prefix.")
 """The module lists that contain parts."""

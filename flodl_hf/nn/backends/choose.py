@@ -14,20 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from flodl.graph import Graph
-from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
-from flodl_hf.nn.attention.distances import RelativeBias, SlopedBias
-from flodl_hf.nn.attention.dot_product import Kernel, SelfAttention
-from flodl_hf.nn.attention.rotary import Rotary
+from flodl_hf.nn.attention import Kernel, SelfAttention
 from flodl_hf.nn.backends.cpu import MakeProduct, ProcessorTable
 from flodl_hf.nn.backends.cuda import CudaTable, norm_kind
 from flodl_hf.nn.backends.cuda_float32 import WIDEST_SPLIT, SplitTable
 from flodl_hf.nn.backends.cuda_training import TrainingTable
 from flodl_hf.nn.backends.self_tests import SPLIT_BOUND, LayerSizes, Turns, prediction, split_prediction, training
-from flodl_hf.nn.encoder.graphs import FirstToken
+from flodl_hf.nn.disentangled.attention import DisentangledAttention
+from flodl_hf.nn.encoder import FirstToken
 from flodl_hf.nn.kernels.self_test import trusted
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
-from flodl_hf.nn.layers.table import TORCH, Table
-from flodl_hf.nn.layout.layouts import Layout
+from flodl_hf.nn.layers import TORCH, EncoderLayer, FeedForward, Table
+from flodl_hf.nn.layout import Layout
+from flodl_hf.nn.positions import RelativeBias, Rotary, SlopedBias
 
 
 def layers_of(graph: nn.Module) -> Iterator[tuple[str, EncoderLayer]]:

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
-from flodl_hf.nn.attention.dot_product import Kernel, SelfAttention, attend_first
-from flodl_hf.nn.attention.prefixes import PrefixedAttention
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer as Layer
-from flodl_hf.nn.layers.encoder_layer import FeedForward
-from flodl_hf.nn.layers.norms import normalised
-from flodl_hf.nn.layers.parts import joined_bias
-from flodl_hf.nn.layers.table import Table, watched
-from flodl_hf.nn.layout.layouts import Layout
+from flodl_hf.nn.attention import Kernel, SelfAttention, attend_first
+from flodl_hf.nn.disentangled.attention import DisentangledAttention
+from flodl_hf.nn.joined_tensors import joined_bias
+from flodl_hf.nn.layers import EncoderLayer as Layer
+from flodl_hf.nn.layers import FeedForward, Table, normalised, watched
+from flodl_hf.nn.layout import Layout
+from flodl_hf.nn.prompts import PrefixedAttention
 
 if TYPE_CHECKING:
     from flodl_hf.nn.backends.cpu_products import Product

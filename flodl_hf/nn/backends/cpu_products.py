@@ -8,7 +8,7 @@ weight reordered once for oneDNN, with bias, activation and sum in the epilogue;
 fused attention is no faster there in bfloat16 than in float32. Its batched product is, but it rounds its result to
 bfloat16, too coarsely for scores: a second product computes the rounding error of the first, and both together have 16
 bits. oneDNN makes kernels for each count of texts and tokens and keeps them, so both are rounded up as rows are
-(`flodl_hf.nn.layout.rounded`). Padding has no weight.
+(`flodl_hf.nn.buckets`). Padding has no weight.
 
 Shapes: T tokens, I features in, O features out; B texts of S tokens each, N heads of width H. Inference only: nothing
 here has a gradient.
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.nn.attention.dot_product import fused
-from flodl_hf.nn.layers.activations import ACTIVATIONS, GELUS
-from flodl_hf.nn.layout.rounded import rounded
+from flodl_hf.nn.attention import fused
+from flodl_hf.nn.buckets import rounded
+from flodl_hf.nn.layers import ACTIVATIONS, GELUS
 
 # Numbers in the largest buffer that is kept between calls: 1,024 tokens of 4,096 features, twice over.
 _KEPT_NUMBERS = 1 << 23

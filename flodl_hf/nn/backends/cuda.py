@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.nn.adapter_layers.module_replacement import hooked
-from flodl_hf.nn.attention.distances import DistanceBias
-from flodl_hf.nn.attention.dot_product import SelfAttention
+from flodl_hf.nn.adapter_layers import hooked
+from flodl_hf.nn.attention import SelfAttention
 from flodl_hf.nn.backends.cpu import Branch, plain_parts
-from flodl_hf.nn.layers.activations import GELUS
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer as Layer
-from flodl_hf.nn.layers.norms import StepwiseNorm, normalised
-from flodl_hf.nn.layers.parts import joined_bias
-from flodl_hf.nn.layers.table import Table
-from flodl_hf.nn.layout.layouts import Layout, Packed
+from flodl_hf.nn.joined_tensors import joined_bias
+from flodl_hf.nn.layers import GELUS, StepwiseNorm, Table, normalised
+from flodl_hf.nn.layers import EncoderLayer as Layer
+from flodl_hf.nn.layout import Layout, Packed
+from flodl_hf.nn.positions import DistanceBias
 
 # Up to this length a block of tokens covers about a text, and iterating over tokens beats iterating over texts.
 SHORT = 128

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from flodl_hf.nn.backends.cpu import Branch
 from flodl_hf.nn.backends.cuda import CudaTable
-from flodl_hf.nn.layers.activations import GELUS
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer as Layer
-from flodl_hf.nn.layout.layouts import Layout
+from flodl_hf.nn.layers import GELUS
+from flodl_hf.nn.layers import EncoderLayer as Layer
+from flodl_hf.nn.layout import Layout
 
 if TYPE_CHECKING:
     from flodl_hf.nn.kernels.split_products import Halves

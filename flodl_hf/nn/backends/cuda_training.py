@@ -15,15 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.nn.adapter_layers.projections import AdaptedLinear, beside
-from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
+from flodl_hf.nn.adapter_layers import AdaptedLinear, beside
 from flodl_hf.nn.backends.cpu import layer_linears, plain_parts
 from flodl_hf.nn.backends.cuda import HEAD_WIDTHS, OFFSETS, WIDEST, norm_kind, walks
-from flodl_hf.nn.layers.activations import GELUS
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer as Layer
-from flodl_hf.nn.layers.encoder_layer import FeedForward
-from flodl_hf.nn.layers.table import TORCH, Table, watched
-from flodl_hf.nn.layout.layouts import Layout, Packed
+from flodl_hf.nn.disentangled.attention import DisentangledAttention
+from flodl_hf.nn.layers import GELUS, TORCH, FeedForward, Table, watched
+from flodl_hf.nn.layers import EncoderLayer as Layer
+from flodl_hf.nn.layout import Layout, Packed
 
 # Streams of random numbers of one layer: its heads, then what follows attention and what ends the layer.
 AFTER_ATTENTION, AFTER_FEED_FORWARD = 1 << 20, (1 << 20) + 1

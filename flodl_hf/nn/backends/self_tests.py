@@ -11,17 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.nn.attention.distances import SlopedBias
-from flodl_hf.nn.attention.dot_product import SelfAttention, attend
-from flodl_hf.nn.attention.rotary import PairedRotary, Rotary
+from flodl_hf.nn.attention import SelfAttention, attend
 from flodl_hf.nn.backends.cuda import CudaTable
 from flodl_hf.nn.backends.cuda_float32 import SplitTable
 from flodl_hf.nn.backends.cuda_training import TrainingTable
-from flodl_hf.nn.layers.activations import GELUS
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward, Order
-from flodl_hf.nn.layers.table import TORCH
-from flodl_hf.nn.layout.buckets import Buffer, bucket_of
-from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.nn.buckets import Buffer, bucket_of
+from flodl_hf.nn.layers import GELUS, TORCH, EncoderLayer, FeedForward, Order
+from flodl_hf.nn.layout import Packed
+from flodl_hf.nn.positions import PairedRotary, Rotary, SlopedBias
 
 TEXTS = (37, 5, 1, 70, 12)
 # Of a layer from float64's result; float32's own is some 5e-7.

@@ -8,7 +8,7 @@ The running softmax and the two passes of the backward follow FlashAttention-2 (
 https://arxiv.org/abs/2307.08691). A score is ``scale * q_i . k_j + c2p + p2c`` in float32; the products with
 the table arrive divided by the scale, so that half precision cannot overflow where the score does not.
 
-Importing this file needs Triton. Launching, shapes and gradients are `flodl_hf.nn.attention.disentangled.operator`'s.
+Importing this file needs Triton. Launching, shapes and gradients are `flodl_hf.nn.disentangled.operator`'s.
 Names: M rows of queries, N rows of keys in a tile, H width of a head, R table rows that a call reaches.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flodl_hf.nn.kernels.random import kept, keys_of
+from flodl_hf.nn.kernels.rows import kept, keys_of
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for minus infinity: differences of two of it are 0 and not NaN.

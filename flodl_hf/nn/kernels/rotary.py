@@ -1,6 +1,6 @@
 """Apply rotary embedding to adjacent queries and keys: read once, written once.
 
-The angles are computed in `flodl_hf.nn.attention.rotary`.
+The angles are computed in `flodl_hf.nn.positions`.
 
 Roundings are the reference's: of each product and of their sum, in the states' dtype, or in float32 with one at the
 end. Sums must not be contracted into fused multiply-adds, so launches disable this. Launching and gradients are

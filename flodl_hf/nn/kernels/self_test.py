@@ -172,6 +172,5 @@ def _version(package: str) -> str:
 
 def _tried() -> list[Path]:
     """Return the files of the kernels, tables and operators that are tried."""
-    here, attention = Path(__file__).parents[1], Path(__file__).parents[1] / "attention"
-    files = [*sorted((here / "kernels").glob("*.py")), *sorted((here / "backends").glob("*.py"))]
-    return [*files, *(attention / n for n in ("dot_product.py", "disentangled/operator.py", "disentangled/launch.py"))]
+    here = Path(__file__).parents[1]
+    return [here / "attention.py", *sorted(here.glob("*/*.py"))]

@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flodl_hf.nn.kernels.random import kept, keys_of
 from flodl_hf.nn.kernels.rotary import turned
+from flodl_hf.nn.kernels.rows import kept, keys_of
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 

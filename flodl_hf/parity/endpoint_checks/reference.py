@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.nn.layers.activations import GELUS, Activation
+from flodl_hf.nn.layers import GELUS, Activation
 
 QUERY = "where does the river rise"
 """Query of every ranking."""

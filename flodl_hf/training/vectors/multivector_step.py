@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flodl.data import Where
-from flodl_hf.nn.layout.buckets import round_up
+from flodl_hf.nn.buckets import round_up
 from flodl_hf.training.losses import USUAL
 from flodl_hf.training.losses.pairs import Form, MarginMSELoss, VectorLoss, check_scores
 from flodl_hf.training.rows import TakenRows

@@ -25,11 +25,11 @@ from flodl.data import Where
 from flodl.data.rng import Rng
 from flodl.errors import ConfigError
 from flodl.train import Loss
-from flodl_hf.nn.attention.dot_product import SelfAttention
-from flodl_hf.nn.encoder.losses import IGNORED_LABEL
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
-from flodl_hf.nn.layout.buckets import round_up
-from flodl_hf.nn.layout.layouts import Padded
+from flodl_hf.nn.attention import SelfAttention
+from flodl_hf.nn.buckets import round_up
+from flodl_hf.nn.layers import EncoderLayer
+from flodl_hf.nn.layout import Padded
+from flodl_hf.nn.task_heads import IGNORED_LABEL
 from flodl_hf.tokenization.alignment import IGNORE
 from flodl_hf.training.losses import is_named
 from flodl_hf.training.losses.pairs import Form, VectorLoss

@@ -16,7 +16,7 @@ from flodl.errors import ConfigError
 from flodl_hf import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, load
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.models.adapters import Lora
-from flodl_hf.nn.adapter_layers.projections import AdaptedLinear
+from flodl_hf.nn.adapter_layers import AdaptedLinear
 from flodl_hf.training.demo import demo_model, learn_vocabulary
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 8, 11, 3]])

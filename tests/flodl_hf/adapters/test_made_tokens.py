@@ -13,7 +13,7 @@ from adapted_models import moved  # pyright: ignore[reportMissingImports]
 from flodl.errors import ConfigError
 from flodl_hf import AutoModelForSequenceClassification, load
 from flodl_hf.models.adapters import Prefix, Prompt
-from flodl_hf.nn.adapter_layers.prompts import BiLstmEncoder
+from flodl_hf.nn.prompts import BiLstmEncoder
 from flodl_hf.training import demo, finetune
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 8, 9, 10, 3]])

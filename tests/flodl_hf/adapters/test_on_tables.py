@@ -13,7 +13,7 @@ from torch import Tensor
 from flodl_hf import AutoModelForSequenceClassification, load
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.models.adapters import Lora
-from flodl_hf.nn.adapter_layers.projections import LoraPart, beside
+from flodl_hf.nn.adapter_layers import LoraPart, beside
 from flodl_hf.nn.backends.choose import arrange_training
 from flodl_hf.training import finetune
 

@@ -16,7 +16,7 @@ from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, load
 from flodl_hf.errors import PredictError
 from flodl_hf.models.adapters import Lora, Prefix, Prompt
-from flodl_hf.nn.layout.layouts import Packed, Padded
+from flodl_hf.nn.layout import Packed, Padded
 from flodl_hf.parity.cell import Bench, Cell, all_cells
 from flodl_hf.training import demo, finetune
 

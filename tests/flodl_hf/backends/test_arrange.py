@@ -9,8 +9,8 @@ import torch
 
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.nn.backends.choose import arrange_cuda
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
-from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.nn.layers import EncoderLayer
+from flodl_hf.nn.layout import Packed
 from flodl_hf.training import demo
 
 

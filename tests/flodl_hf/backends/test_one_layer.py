@@ -21,22 +21,22 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import register
 from flodl_hf.families.schema import Family, FamilyHead
 from flodl_hf.families.schema.config_rows import Row, activation, count
-from flodl_hf.families.schema.keys import KeyRow
+from flodl_hf.families.schema.record import KeyRow
 from flodl_hf.heads.auto import load
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
 from flodl_hf.inference import cpu
 from flodl_hf.inference.cpu_features import missing
 from flodl_hf.inference.prepared_graph import shadow
-from flodl_hf.nn.attention.dot_product import SelfAttention, attend
-from flodl_hf.nn.attention.rotary import Rotary
+from flodl_hf.nn import task_heads
+from flodl_hf.nn.attention import SelfAttention, attend
 from flodl_hf.nn.backends import choose
 from flodl_hf.nn.backends.choose import arrange_cuda, arrange_training
-from flodl_hf.nn.encoder import task_heads
-from flodl_hf.nn.encoder.graphs import Embeddings, stack
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward
-from flodl_hf.nn.layout.buckets import Buffer, bucket_of
-from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
+from flodl_hf.nn.buckets import Buffer, bucket_of
+from flodl_hf.nn.encoder import Embeddings, stack
+from flodl_hf.nn.layers import EncoderLayer, FeedForward
+from flodl_hf.nn.layout import Layout, Packed, Padded
+from flodl_hf.nn.positions import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

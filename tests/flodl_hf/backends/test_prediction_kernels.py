@@ -22,18 +22,17 @@ from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import explain
 from flodl_hf.inference.explain import explain_graph
 from flodl_hf.inference.prepared_graph import shadow
-from flodl_hf.nn.attention.distances import DistanceBias, RelativeBias, SlopedBias
-from flodl_hf.nn.attention.dot_product import attend
-from flodl_hf.nn.attention.rotary import PairedRotary, Rotary
+from flodl_hf.nn.attention import attend
 from flodl_hf.nn.backends import choose, self_tests
 from flodl_hf.nn.backends.choose import arrange_cuda, layers_of
 from flodl_hf.nn.backends.cuda import CudaTable, walks
 from flodl_hf.nn.backends.cuda_training import trains_walking
 from flodl_hf.nn.backends.self_tests import LayerSizes, Turns
+from flodl_hf.nn.buckets import Buffer, bucket_of
 from flodl_hf.nn.kernels import self_test as trust
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
-from flodl_hf.nn.layout.buckets import Buffer, bucket_of
-from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.nn.layers import EncoderLayer
+from flodl_hf.nn.layout import Packed
+from flodl_hf.nn.positions import DistanceBias, PairedRotary, RelativeBias, Rotary, SlopedBias
 from flodl_hf.parity.cell import settings_of
 from flodl_hf.training.start import checkpoint_layers, set_dropout
 

@@ -24,9 +24,8 @@ from flodl_hf.nn.backends.choose import arrange_training
 from flodl_hf.nn.backends.cuda_training import TrainingTable
 from flodl_hf.nn.backends.self_tests import LayerSizes, Turns
 from flodl_hf.nn.kernels import self_test as trust
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
-from flodl_hf.nn.layers.table import TORCH
-from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.nn.layers import TORCH, EncoderLayer
+from flodl_hf.nn.layout import Packed
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.auto import head_named
-from flodl_hf.nn.attention.disentangled import attention as attention_module
-from flodl_hf.nn.attention.rotary import PairedRotary
 from flodl_hf.nn.backends import choose
 from flodl_hf.nn.backends.choose import arrange_training
 from flodl_hf.nn.backends.cuda_training import TrainingTable
-from flodl_hf.nn.layout.buckets import Buffer, bucket_of
-from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
+from flodl_hf.nn.buckets import Buffer, bucket_of
+from flodl_hf.nn.disentangled import attention as attention_module
+from flodl_hf.nn.layout import Layout, Packed, Padded
+from flodl_hf.nn.positions import PairedRotary
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.nn.attention.dot_product import attend
+from flodl_hf.nn.attention import attend
 from flodl_hf.nn.backends import choose, cuda, cuda_training, self_tests
 from flodl_hf.nn.backends.choose import arrange_training
 from flodl_hf.nn.backends.cuda_training import STREAMS, TrainingTable
 from flodl_hf.nn.backends.self_tests import LayerSizes
 from flodl_hf.nn.kernels import self_test as trust
-from flodl_hf.nn.layers.table import TORCH
-from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.nn.layers import TORCH
+from flodl_hf.nn.layout import Packed
 
 CPU = torch.device("cpu")
 
@@ -180,7 +180,7 @@ def test_kernels_that_differ_are_told_of_by_name_and_bound(monkeypatch: pytest.M
 def test_a_verdict_holds_for_the_text_of_all_that_is_tried() -> None:
     tried = {f"{path.parent.name}/{path.name}" for path in trust._tried()}
     assert {"kernels/short_texts.py", "backends/cuda_training.py", "backends/self_tests.py"} < tried
-    assert {"attention/dot_product.py", "disentangled/operator.py"} < tried
+    assert {"nn/attention.py", "disentangled/operator.py"} < tried
 
 
 def test_a_cache_that_is_damaged_or_read_only_costs_a_trial_alone(tmp_path: Path) -> None:

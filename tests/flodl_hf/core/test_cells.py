@@ -13,7 +13,7 @@ from flodl_hf.families import FAMILIES
 from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.heads.auto import head_named
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.nn.layout.layouts import Packed, Padded
+from flodl_hf.nn.layout import Packed, Padded
 
 CELLS = [(f.model_type, h.name) for f in FAMILIES for h in HEADS if h.name == "base" or h.name in f.heads]
 cells = pytest.mark.parametrize(("model_type", "head"), CELLS)

@@ -18,7 +18,7 @@ from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.checkpoints.weights.loading import canonical_names, plan_load
 from flodl_hf.families import FAMILIES
-from flodl_hf.families.schema.keys import KeyMap, KeyRow
+from flodl_hf.families.schema.record import KeyMap, KeyRow
 from flodl_hf.heads.auto import head_named
 
 word = st.text(alphabet="abcdef_", min_size=1, max_size=6)

@@ -14,7 +14,7 @@ from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.inputs import encode
 from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.nn.layout.buckets import Buffer, bucket_of
+from flodl_hf.nn.buckets import Buffer, bucket_of
 
 pytestmark = pytest.mark.gpu
 Make = Callable[..., EncoderModel]
@@ -44,7 +44,7 @@ def test_answers_on_the_device_are_those_of_the_processor(make: Make, family: st
 
 @pytest.mark.parametrize("lengths", [(9, 1, 5, 5, 12), (64,), (33, 40, 1, 1, 1, 90, 128), (3,) * 50])
 def test_attention_over_token_blocks_is_attention_within_texts(lengths: tuple[int, ...]) -> None:
-    from flodl_hf.nn.attention.dot_product import attend
+    from flodl_hf.nn.attention import attend
     from flodl_hf.nn.kernels.operations import mix, norm_of_sum
 
     torch.manual_seed(0)

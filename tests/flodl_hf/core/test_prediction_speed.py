@@ -30,12 +30,12 @@ from flodl_hf.inference.inputs import encode
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.prepared_graph import _trusts_buckets, holder, prepared, shadow
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.nn.attention.dot_product import attend
+from flodl_hf.nn.attention import attend
 from flodl_hf.nn.backends import self_tests
 from flodl_hf.nn.backends.cpu_products import has_int8
+from flodl_hf.nn.buckets import Buffer, bucket_of, fill
 from flodl_hf.nn.kernels import self_test as trust
-from flodl_hf.nn.layout.buckets import Buffer, bucket_of, fill
-from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.nn.layout import Packed
 
 CELLS = [(f.model_type, h.name) for f in FAMILIES for h in HEADS if h.name == "base" or h.name in f.heads]
 cells = pytest.mark.parametrize(("model_type", "head"), CELLS)

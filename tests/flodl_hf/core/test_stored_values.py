@@ -16,7 +16,7 @@ from flodl.errors import CheckpointError
 from flodl_hf import AutoModel, AutoModelForSequenceClassification, load
 from flodl_hf.families import FAMILIES
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.nn.layers.parts import as_whole, part_of
+from flodl_hf.nn.joined_tensors import as_whole, part_of
 
 Saved = Callable[..., Path]
 TYPES = [family.model_type for family in FAMILIES if "sequence_classification" in family.heads]

@@ -16,7 +16,7 @@ from torch import Tensor
 from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.families import FAMILIES
-from flodl_hf.families.schema.keys import IGNORED_TENSORS
+from flodl_hf.families.schema.record import IGNORED_TENSORS
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.models.encoder_model import EncoderModel
 

@@ -9,7 +9,7 @@ import torch
 
 from flodl_hf import AutoModelForMaskedLM
 from flodl_hf.families import FAMILIES
-from flodl_hf.nn.layers.activations import ACTIVATIONS
+from flodl_hf.nn.layers import ACTIVATIONS
 from flodl_hf.parity.cell import settings_of
 from flodl_hf.parity.reference import load_reference, make_checkpoint
 

@@ -15,8 +15,8 @@ from flodl_hf import load
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import named
 from flodl_hf.heads.auto import head_named
-from flodl_hf.nn.layers.norms import StepwiseNorm
-from flodl_hf.nn.layers.parts import part_of, split
+from flodl_hf.nn.joined_tensors import part_of, split
+from flodl_hf.nn.layers import StepwiseNorm
 from flodl_hf.parity.cell import settings_of
 from flodl_hf.tokenization.tokenizer import Tokenizer
 

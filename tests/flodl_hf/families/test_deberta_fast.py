@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from flodl.graph import Graph
 from flodl_hf.families.deberta_v2 import FAMILY
 from flodl_hf.families.schema.config_rows import read_rows
-from flodl_hf.nn.attention.disentangled import scores as fast
-from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
-from flodl_hf.nn.layout.layouts import Packed, Padded
+from flodl_hf.nn.disentangled import scores as fast
+from flodl_hf.nn.disentangled.attention import DisentangledAttention
+from flodl_hf.nn.layout import Packed, Padded
 
 # Neighbours of one length share a call; with 4 own distances the short ones are read by strides, the others gathered.
 LENGTHS = (19, 11, 11, 5, 5, 3, 1)

@@ -16,14 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flodl_hf.nn.attention.disentangled import attention as attention_module
-from flodl_hf.nn.attention.disentangled import operator
-from flodl_hf.nn.attention.disentangled.attention import DisentangledAttention
-from flodl_hf.nn.attention.disentangled.launch import attend_by_kernel, furthest
-from flodl_hf.nn.attention.disentangled.positions import Relative, RelativePositions
-from flodl_hf.nn.attention.disentangled.scores import PositionTables
+from flodl_hf.nn.disentangled import attention as attention_module
+from flodl_hf.nn.disentangled import operator
+from flodl_hf.nn.disentangled.attention import DisentangledAttention, attend_by_kernel, furthest
+from flodl_hf.nn.disentangled.parts import Relative, RelativePositions
+from flodl_hf.nn.disentangled.scores import PositionTables
 from flodl_hf.nn.kernels import self_test as trust
-from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
+from flodl_hf.nn.layout import Layout, Packed, Padded
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

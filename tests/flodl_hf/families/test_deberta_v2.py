@@ -20,9 +20,8 @@ from flodl_hf.heads.auto import (
     AutoModelForTokenClassification,
 )
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.nn.attention.disentangled.positions import table_rows
-from flodl_hf.nn.encoder.deberta import MaskedEmbeddings
-from flodl_hf.nn.layout.layouts import Packed, Padded
+from flodl_hf.nn.disentangled.parts import MaskedEmbeddings, table_rows
+from flodl_hf.nn.layout import Packed, Padded
 
 LENGTHS = (19, 11, 1, 7)
 SIZES: dict[str, Any] = {

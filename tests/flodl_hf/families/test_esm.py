@@ -16,7 +16,7 @@ from flodl_hf.errors import PredictError, TokenizerError
 from flodl_hf.export.engine import export_onnx, export_program
 from flodl_hf.families import named
 from flodl_hf.heads.auto import head_named
-from flodl_hf.nn.layout.layouts import Packed, Padded
+from flodl_hf.nn.layout import Packed, Padded
 from flodl_hf.parity.cell import settings_of
 from flodl_hf.tokenization.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ from flodl.errors import ConfigError
 from flodl_hf import load
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.auto import head_named
-from flodl_hf.nn.attention.rotary import Rotary, RotarySettings
+from flodl_hf.nn.positions import Rotary, RotarySettings
 
 Tensors = dict[str, torch.Tensor]
 

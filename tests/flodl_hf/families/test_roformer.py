@@ -15,8 +15,8 @@ from flodl.errors import ConfigError
 from flodl_hf import AutoModel, AutoModelForMultipleChoice, AutoTokenizer, load
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import TokenizerError
-from flodl_hf.nn.attention.rotary import PairedRotary, Rotary, StatedRotary, sinusoids
 from flodl_hf.nn.layout import Padded
+from flodl_hf.nn.positions import PairedRotary, Rotary, StatedRotary, sinusoids
 
 SIZES: dict[str, Any] = {
     "vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,

@@ -10,7 +10,7 @@ import torch
 from flodl.errors import ConfigError
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import families
-from flodl_hf.nn.attention.rotary import Rotary
+from flodl_hf.nn.positions import Rotary
 from flodl_hf.parity.cell import settings_of
 
 LINEAR, DEFAULT = {"type": "linear", "factor": 2.0}, {"rope_type": "default", "rope_theta": 900.0}

@@ -14,7 +14,7 @@ from test_exactness import FIXED, apart, trained
 
 from flodl.data import Batch, FixedBatches, RandomSampler, TokenBudgetBatches, Where
 from flodl.train import Warned
-from flodl_hf.nn.layout.buckets import Bucket, fill
+from flodl_hf.nn.buckets import Bucket, fill
 from flodl_hf.training import batching
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options

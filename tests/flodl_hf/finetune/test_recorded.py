@@ -21,8 +21,7 @@ from flodl_hf import load
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families.schema.tasks import TASKS
 from flodl_hf.heads.auto import head_named
-from flodl_hf.nn.layout.layouts import Padded
-from flodl_hf.nn.layout.segments import largest_of_texts
+from flodl_hf.nn.layout import Padded, largest_of_texts
 from flodl_hf.training import batching, finetune
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options

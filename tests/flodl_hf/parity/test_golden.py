@@ -17,7 +17,7 @@ from flodl_hf import AutoTokenizer, load
 from flodl_hf.families import FAMILIES
 from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.nn.layers.parts import as_whole
+from flodl_hf.nn.joined_tensors import as_whole
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 PROVENANCE = json.loads((GOLDEN / "provenance.json").read_text("utf-8"))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from flodl_hf.families import bert
 from flodl_hf.families.schema import Family
-from flodl_hf.families.schema.keys import KeyRow
+from flodl_hf.families.schema.record import KeyRow
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.parity import matrix
 from flodl_hf.parity.cell import Bench, Cell

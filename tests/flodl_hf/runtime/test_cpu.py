@@ -26,9 +26,8 @@ from flodl_hf.nn.backends.cpu_products import (
     has_onednn,
     sums_in_32_bits,
 )
-from flodl_hf.nn.layers.activations import ACTIVATIONS
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
-from flodl_hf.nn.layout.layouts import Layout, Packed, Padded
+from flodl_hf.nn.layers import ACTIVATIONS, EncoderLayer
+from flodl_hf.nn.layout import Layout, Packed, Padded
 
 WIDTH, VOCABULARY = 32, 90
 SIZES: dict[str, Any] = {

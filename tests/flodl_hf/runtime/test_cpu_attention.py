@@ -12,11 +12,11 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import cpu, cpu_features
 from flodl_hf.inference.prepared_graph import prepared
-from flodl_hf.nn.attention.dot_product import attend, fused
+from flodl_hf.nn.attention import attend, fused
 from flodl_hf.nn.backends import cpu_products as cpu_attention
 from flodl_hf.nn.backends.cpu_products import HalfAttention, Scratch, has_half_attention
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
-from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.nn.layers import EncoderLayer
+from flodl_hf.nn.layout import Packed
 
 HEADS, WIDTH = 3, 64
 needs = pytest.mark.skipif(not has_half_attention(), reason="this build of torch rounds otherwise")

@@ -13,8 +13,8 @@ from flodl_hf.inference.options import Precision
 from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.backends.cpu_products import has_int8, has_onednn
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer
-from flodl_hf.nn.layout.layouts import Packed
+from flodl_hf.nn.layers import EncoderLayer
+from flodl_hf.nn.layout import Packed
 
 IDS = torch.arange(5, 19)
 LAYOUT = Packed.of([8, 6])

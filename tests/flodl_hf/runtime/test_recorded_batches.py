@@ -15,7 +15,7 @@ from torch import Tensor
 from flodl_hf.inference import cuda_graphs
 from flodl_hf.inference.batch import plan_batches
 from flodl_hf.inference.cuda_graphs import SMALL, WAIT, Recorder
-from flodl_hf.nn.layout.buckets import Buffer, bucket_of
+from flodl_hf.nn.buckets import Buffer, bucket_of
 
 HOST = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from flodl.errors import CheckpointError
 from flodl_hf import load
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.auto import head_named
-from flodl_hf.nn.layers.parts import join, joined, named_part, part_of, products, split
+from flodl_hf.nn.joined_tensors import join, joined, named_part, part_of, products, split
 
 
 @given(count=st.integers(1, 4), groups=st.integers(1, 3), rows=st.integers(1, 3), width=st.integers(1, 3))

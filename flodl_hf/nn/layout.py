@@ -4,7 +4,7 @@ An encoder is token-wise but for a few things: the position of a token in its te
 and which tokens may attend to which. A layout provides these:
 
 * `Padded`: one row a text, shorter rows filled up, tensors are ``(batch, seq, ...)``;
-* `Packed`: texts end to end, tensors are ``(tokens, ...)``; `flodl_hf.nn.layout.buckets` pads one to a shape that
+* `Packed`: texts end to end, tensors are ``(tokens, ...)``; `flodl_hf.nn.buckets` pads one to a shape that
   other batches have too.
 
 Families and heads are written once against this interface; attention (`flodl_hf.nn.attention`) is the
@@ -26,6 +26,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
+
+__all__ = ["Layout", "Packed", "Padded"]
 
 ByRows = Callable[..., Tensor]
 """``call(keep_mask, *rows)``: rows ``(texts, seq, ...)`` to rows; the mask ``(texts, seq)`` is None if all is kept."""
@@ -135,7 +137,7 @@ class Packed:
 
     The computation of a forward pass of a *bucketed* layout depends on tensors and on three numbers alone: tokens,
     slots for texts, and ``longest``. So a pass recorded once (a captured CUDA graph, a compiled function)
-    serves every batch of its bucket. `flodl_hf.nn.layout.buckets` makes them.
+    serves every batch of its bucket. `flodl_hf.nn.buckets` makes them.
 
     Args:
         offsets: where each text starts, and the total at the end, ``(texts + 1,)``, int32. A bucketed layout
@@ -144,7 +146,7 @@ class Packed:
             device; empty where they are unknown, and then only ``longest`` bounds them.
         longest: upper bound of the lengths; 0 takes their maximum.
         places: each token's position in its text, ``(tokens,)``, int64; None counts them on demand. There may be
-            more of them than tokens of texts (`flodl_hf.nn.layout.rounded`): the rows behind belong to no text.
+            more of them than tokens of texts (`flodl_hf.nn.buckets`): the rows behind belong to no text.
         opens: index of each text's first token, ``(texts,)``, int64, within the tokens even for a slot
             without any; None takes ``offsets``.
         ends: index after the last token of each token's text, ``(tokens,)``, int32; None if unknown.
@@ -378,3 +380,43 @@ pytree.register_pytree_node(
     to_dumpable_context=lambda context: [list(context[0]), *context[1:]],
     from_dumpable_context=lambda context: (tuple(context[0]), *context[1:]),
 )
+
+
+CHUNK_ROWS = 4096
+"""Features with gradients computed together: scores of a whole vocabulary would need twice their memory."""
+
+
+def largest_of_texts(values: Tensor, offsets: Tensor) -> Tensor:
+    """Return the largest value of each feature in each text, ``(texts, size)``; 0 for a text without tokens.
+
+    Args:
+        values: ``(tokens, size)``.
+        offsets: where each text begins, and the end of the last one, ``(texts + 1,)``.
+    """
+    return _Largest.apply(values, offsets)  # type: ignore[return-value]
+
+
+class _Largest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, offsets: Tensor) -> Tensor:
+        lengths = offsets.to(torch.int64).diff()
+        found = torch.segment_reduce(values, "max", lengths=lengths, axis=0, unsafe=True)
+        found = found.masked_fill((lengths == 0)[:, None], 0.0)
+        ctx.save_for_backward(values, found, offsets, lengths)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        values, found, offsets, lengths = ctx.saved_tensors
+        given = grad_outputs[0]
+        tokens = torch.arange(len(values), device=values.device, dtype=offsets.dtype)
+        owners = torch.searchsorted(offsets[1:].contiguous(), tokens, right=True).clamp(max=len(found) - 1)
+        outside = (tokens >= offsets[-1])[:, None]
+        gradient = torch.empty_like(values)
+        for start in range(0, values.shape[1], CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
+            chosen = (values[:, part] == found[owners, part]) & ~outside
+            equal = torch.segment_reduce(chosen.float(), "sum", lengths=lengths, axis=0, unsafe=True)
+            share = given[:, part] / equal.clamp(min=1.0)
+            gradient[:, part] = share[owners] * chosen
+        return gradient, None

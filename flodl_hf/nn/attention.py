@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.nn.attention.rotary import Rotary
-from flodl_hf.nn.layers.parts import products
-from flodl_hf.nn.layout.layouts import Layout, Packed
+from flodl_hf.nn.joined_tensors import products
+from flodl_hf.nn.layout import Layout, Packed
+from flodl_hf.nn.positions import Rotary
 
 # "fast" is a family's alternative to the reference arithmetic; without one, it is "sdpa".
 IMPLEMENTATIONS = ("sdpa", "eager", "fast")

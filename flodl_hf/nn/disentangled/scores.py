@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl_hf.nn.attention.disentangled.positions import Relative
+from flodl_hf.nn.disentangled.parts import Relative
 
 
 class PositionTables(NamedTuple):

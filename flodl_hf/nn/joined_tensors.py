@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.nn.adapter_layers.module_replacement import hooked
-from flodl_hf.nn.adapter_layers.projections import AdaptedLinear, joined_products
+from flodl_hf.nn.adapter_layers import AdaptedLinear, hooked, joined_products
 
 _MARK = re.compile(r"\[(\d+)/(\d+)(?: of (\d+))?\]")
 

@@ -13,10 +13,21 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from flodl.graph import FlowBuilder, Graph
-from flodl_hf.nn.attention.dot_product import SelfAttention
-from flodl_hf.nn.layers.activations import Activation
-from flodl_hf.nn.layers.encoder_layer import EncoderLayer, FeedForward, Order
-from flodl_hf.nn.layout.layouts import Layout
+from flodl_hf.nn.attention import SelfAttention
+from flodl_hf.nn.layers import Activation, EncoderLayer, FeedForward, Order
+from flodl_hf.nn.layout import Layout
+
+__all__ = [
+    "BlockConfig",
+    "Embeddings",
+    "FirstToken",
+    "MeanToken",
+    "bert_block",
+    "chain",
+    "pooler",
+    "pre_norm_block",
+    "stack",
+]
 
 
 class Embeddings(nn.Module):
