@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
         with gc_paused(settled=True):
             return getattr(import_module(f"{__name__}.{module}"), attribute)
     if name == "__version__":
-        from flodl_hf.checkpoints.version import own_version
+        from flodl_hf.checkpoints.system import own_version
 
         return own_version()
     if not name.startswith("_"):

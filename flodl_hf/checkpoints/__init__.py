@@ -5,7 +5,7 @@ weights   safetensors and ``.bin`` files, and the names of their tensors
 sentence  folders of sentence-transformers
 saving    write files, and publish them in one step
 keywords  keywords of other libraries: mapped to ours, ignored, or refused with the reason
-path_checks  checks of paths before anything is read or written
-system    functions of operating systems
+folders   names and paths, and safe access to the files of a folder
+system    functions of operating systems, and the version
 hub       download from and upload to the Hugging Face Hub
 """

@@ -1,4 +1,4 @@
-"""Functions of operating systems: exchange of two names, locks between processes, CUDA contexts. Needs no torch."""
+"""Functions of operating systems (exchange of names, locks, CUDA contexts), and the version. Needs no torch."""
 
 from __future__ import annotations
 
@@ -63,3 +63,13 @@ def make_cuda_context(ordinal: int) -> None:
         device, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), ordinal) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def own_version() -> str:
+    """Return this package's version, or that it runs from a checkout."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("flodl-hf")
+    except PackageNotFoundError:
+        return "not installed"

@@ -100,7 +100,7 @@ def options(
     if more or quiet:
         set_verbosity(Verbosity.QUIET if quiet else min(Verbosity.NORMAL + more, Verbosity.TRACE))
     if version:
-        from flodl_hf.checkpoints.version import own_version
+        from flodl_hf.checkpoints.system import own_version
 
         typer.echo(own_version())
         raise typer.Exit()

@@ -22,10 +22,10 @@ def command(
     The pickle in the file is read by a parser that supports only tensors; no code in it runs.
     """
     from flodl_hf.checkpoints.config.model_config import read_config_file
-    from flodl_hf.checkpoints.hub.folders import resolve_folder
-    from flodl_hf.checkpoints.sentence.routing import transformer_folder
-    from flodl_hf.checkpoints.weights.file_names import BIN_FILES, MODEL_FILES
-    from flodl_hf.export.convert import convert_bin
+    from flodl_hf.checkpoints.folders import BIN_FILES, MODEL_FILES
+    from flodl_hf.checkpoints.hub.download import resolve_folder
+    from flodl_hf.checkpoints.sentence.settings import transformer_folder
+    from flodl_hf.export.graph_file import convert_bin
 
     hub = {"revision": revision, "local_files_only": local_files_only}
     folder, _ = resolve_folder(model, hub, (*MODEL_FILES, *BIN_FILES))

@@ -48,7 +48,7 @@ def command(model: str, source: str, out: Path, device: str, json_output: bool, 
     Parquet, Arrow and JSON lines keep the columns of the file next to the vector; .npy has vectors alone. A file may
     have any number of rows; the same command resumes an interrupted run.
     """
-    from flodl_hf.checkpoints.hub.folders import expect_tokenizer
+    from flodl_hf.checkpoints.folders import expect_tokenizer
     from flodl_hf.cli.predict import process_file
     from flodl_hf.cli.vectors import check_target
     from flodl_hf.inference.vector_files import SUFFIXES

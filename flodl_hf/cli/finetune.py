@@ -168,7 +168,7 @@ def _values(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
 
 def _report(model: str, result: FinetuneResult, json_output: bool) -> None:
     """Print the results of a run, and the next steps."""
-    from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG
+    from flodl_hf.checkpoints.folders import ADAPTER_CONFIG
 
     if json_output:
         found = result.to_dict()

@@ -110,10 +110,10 @@ def describe(name: str, head: str, hub: dict[str, Any]) -> dict[str, Any]:
         FlodlError: the checkpoint cannot be read for this head; the message gives the reason.
     """
     from flodl_hf.checkpoints.config.model_config import read_config_file
-    from flodl_hf.checkpoints.hub.folders import resolve_folder
+    from flodl_hf.checkpoints.folders import MODEL_FILES, VOCABULARY_FILES
+    from flodl_hf.checkpoints.hub.download import resolve_folder
     from flodl_hf.checkpoints.sentence.recipe import read_recipe
-    from flodl_hf.checkpoints.sentence.routing import transformer_folder
-    from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, VOCABULARY_FILES
+    from flodl_hf.checkpoints.sentence.settings import transformer_folder
     from flodl_hf.checkpoints.weights.loading import head_of
     from flodl_hf.heads.auto import head_named
     from flodl_hf.models.building import open_weights, plan_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flodl_hf.checkpoints.weights.file_names import BASE_OF_ADAPTER
+from flodl_hf.checkpoints.folders import BASE_OF_ADAPTER
 from flodl_hf.cli.error_text import command_line
 from flodl_hf.cli.options import JSON, LOCAL, OUT, REPLACE, REVISION, argument, option, with_parameters
 from flodl_hf.cli.shared import emit_json, reporting, say, tell

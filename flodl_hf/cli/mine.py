@@ -49,7 +49,7 @@ def command(
     """Find negatives for pairs: texts near to an anchor that do not belong to it, to train vectors and rankers with."""
     from flodl.errors import DataError
     from flodl.files import write_atomically
-    from flodl_hf.checkpoints.hub.folders import expect_tokenizer
+    from flodl_hf.checkpoints.folders import expect_tokenizer
     from flodl_hf.cli.finetune import parse
     from flodl_hf.cli.vectors import check_target, encoder, texts_of
     from flodl_hf.inference.mining import hard_negatives

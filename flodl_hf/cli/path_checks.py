@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flodl.errors import DataError, printable
+from flodl_hf.checkpoints.folders import expect_file, expect_writable
 from flodl_hf.checkpoints.hub.download import expect_place
-from flodl_hf.checkpoints.path_checks import expect_file, expect_writable
 
 MODEL, ROWS, FILE, FOLDER, TEXTS = "model", "rows", "file", "folder", "texts"
 

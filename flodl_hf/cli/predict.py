@@ -161,7 +161,7 @@ def command(
         raise ConfigError(f"--html: {page}: {what}", problems=["html"])
     with prefetching(model, {"device": device, "weights": values["weights"]}):
         imported = _import_torch() if timing else 0.0
-        from flodl_hf.checkpoints.hub.folders import expect_tokenizer
+        from flodl_hf.checkpoints.folders import expect_tokenizer
         from flodl_hf.heads.auto import load
 
         expect_tokenizer(model, "predict")

@@ -33,7 +33,7 @@ def command(
 ) -> None:
     """Find the texts of a file that are most like each query, exactly, by their vectors."""
     from flodl.errors import DataError
-    from flodl_hf.checkpoints.hub.folders import expect_tokenizer
+    from flodl_hf.checkpoints.folders import expect_tokenizer
     from flodl_hf.cli.vectors import encoder, texts_of
     from flodl_hf.inference.quantize import binary_search, byte_search
     from flodl_hf.inference.search import semantic_search

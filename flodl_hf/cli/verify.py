@@ -68,7 +68,7 @@ def _place(folder: str) -> Path:
     """Return the folder of that name, or the cached folder of a Hub name."""
     if os.path.exists(folder) or folder.startswith((".", "/", "~")) or folder.count("/") > 1:
         return Path(os.path.expanduser(folder))
-    from flodl_hf.checkpoints.hub.folders import resolve_folder
-    from flodl_hf.checkpoints.weights.file_names import MODEL_FILES
+    from flodl_hf.checkpoints.folders import MODEL_FILES
+    from flodl_hf.checkpoints.hub.download import resolve_folder
 
     return resolve_folder(folder, {"local_files_only": True}, MODEL_FILES)[0]

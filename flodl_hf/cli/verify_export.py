@@ -30,8 +30,8 @@ def command(
     if source is not None and no_source:
         say("give --source or --no-source, not both")
         raise typer.Exit(2)
-    from flodl_hf.checkpoints.hub.folders import resolve_folder
-    from flodl_hf.checkpoints.weights.file_names import MODEL_FILES
+    from flodl_hf.checkpoints.folders import MODEL_FILES
+    from flodl_hf.checkpoints.hub.download import resolve_folder
     from flodl_hf.export.verify import RECEIPT, verify_export
 
     base = None

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flodl_hf.checkpoints.folders import WEIGHT_FILES
 from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
 from flodl_hf.checkpoints.saving.state import write_bytes
-from flodl_hf.checkpoints.version import own_version
+from flodl_hf.checkpoints.system import own_version
 from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, compare_folder, write_checksums
-from flodl_hf.checkpoints.weights.file_names import WEIGHT_FILES
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.export.traced import Traced, with_torch_defaults
 from flodl_hf.export.verify import ENGINE_FILES, RECEIPT, Check, Verification

@@ -23,23 +23,23 @@ import torch
 from torch import Tensor
 
 from flodl.checkpoint import load_tensors
-from flodl.checkpoint.files import Checkpoint
+from flodl.checkpoint.files import Checkpoint as SavedGraph
 from flodl.errors import CheckpointError, capped, printable
 from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES
 from flodl_hf.checkpoints.config.model_config import ModelConfig, read_config_file
-from flodl_hf.checkpoints.hub.folders import resolve_folder
+from flodl_hf.checkpoints.folders import CONFIG_NAME, MODEL_FILES, TOKENIZER_FILES, Folder, read_member
+from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.saving.json_text import patch_json
-from flodl_hf.checkpoints.saving.state import plan_state, same_bits, write_state
-from flodl_hf.checkpoints.sentence.routing import transformer_folder
-from flodl_hf.checkpoints.weights.checkpoint import folder as stored
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import read_member
-from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, MODEL_FILES, TOKENIZER_FILES
+from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
+from flodl_hf.checkpoints.saving.state import WritePlan, WrittenFile, plan_state, same_bits, write_state
+from flodl_hf.checkpoints.sentence.settings import module_folders, routing_of, transformer_folder, transformer_folders
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.checksums import CHECKSUMS
 from flodl_hf.checkpoints.weights.loading import canonical_names, head_of
 from flodl_hf.errors import ExportError
-from flodl_hf.export.convert import model_files
 from flodl_hf.families.schema.record import translated
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.models.saving import export_model
+from flodl_hf.models.saving import export_model, needed_bytes, writer
 from flodl_hf.nn.joined_tensors import joined
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _surroundings(file: Path, like: Any, hub: dict[str, Any]) -> tuple[dict[str,
     return files, ModelConfig.from_text(text, str(sidecar))
 
 
-def _named(saved: Checkpoint, config: ModelConfig, task: str) -> tuple[dict[str, Tensor], str]:
+def _named(saved: SavedGraph, config: ModelConfig, task: str) -> tuple[dict[str, Tensor], str]:
     """Return the tensors under Hugging Face's names, and the original naming scheme.
 
     Raises:
@@ -194,7 +194,7 @@ def _named(saved: Checkpoint, config: ModelConfig, task: str) -> tuple[dict[str,
     return joined({names[name]: tensor for name, tensor in plain.items()}), "ours"
 
 
-def _task_of(saved: Checkpoint, config: ModelConfig, named: str) -> str:
+def _task_of(saved: SavedGraph, config: ModelConfig, named: str) -> str:
     """Return the task of the configuration, or another one with the names in a graph's file."""
     names = [_bare(name) for name in saved.tensors]
     for task in dict.fromkeys([named, *config.family.heads]):
@@ -220,7 +220,7 @@ def _config_text(config: ModelConfig, task: str, labels: Sequence[str] | None) -
     return patch_json(config.text or json.dumps(config.to_dict()), changes)
 
 
-def _check(saved: Checkpoint, model: EncoderModel, style: str) -> bool:
+def _check(saved: SavedGraph, model: EncoderModel, style: str) -> bool:
     """Compare the file's structural hash with the model's; return whether the file has one.
 
     Raises:
@@ -255,7 +255,7 @@ def _compare(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, fi
     Raises:
         ExportError: names or values differ.
     """
-    with stored.Checkpoint.open(folder) as written:
+    with Checkpoint.open(folder) as written:
         there = written.read_all()
     wrong = sorted(set(tensors) ^ set(there))
     for name in set(tensors) & set(there):
@@ -269,3 +269,115 @@ def _compare(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, fi
             path=file,
             problems=wrong,
         )
+
+
+_BIN = (".bin", ".bin.index.json")
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+_OF_THE_SOURCE = (CHECKSUMS, "verification.json")  # say what the source's files are, not these
+_COPY_LIMIT = 1 << 30
+
+
+def convert_bin(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    ties: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+) -> list[WrittenFile]:
+    """Write the ``.bin`` checkpoint in ``folder`` to ``out`` as safetensors; return the weight files written.
+
+    Config, tokenizer and other model files of the folder are copied byte for byte, including sentence-transformers'
+    modules; ``.bin`` weights of a module are converted too. The new folder appears as a whole and
+    is read again before it does.
+
+    Args:
+        folder: contains ``pytorch_model.bin``, or its index and shards.
+        out: a new or empty folder.
+        ties: a name to the name that it is tied to and that is kept, as the family declares it.
+        max_shard_size: cut the weights above this size, see `plan_state`.
+        overwrite: replace ``out`` if it is a model folder.
+
+    Raises:
+        UnsafeFileError: a weight file does more than build tensors.
+        CheckpointError: the folder has no usable ``.bin`` weights.
+        ExportError: ``out`` cannot be written.
+    """
+    root = Path(folder)
+    copies = model_files(root)
+    # Folders of transformers, and of layers without safetensors.
+    layers = [
+        _part_of(name) for name in copies
+        if name.endswith(_BIN) and f"{_part_of(name)}/model.safetensors" not in copies
+    ]  # fmt: skip
+    parts = dict.fromkeys([*transformer_folders(root), *layers])
+    plans = {part: _planned(root / part, ties or {}, max_shard_size) for part in parts}
+    copies = {name: data for name, data in copies.items() if not (name.endswith(_BIN) and _part_of(name) in plans)}
+    written: list[WrittenFile] = []
+    publish_folder(out, writer(plans, copies, written), overwrite=overwrite, needed_bytes=needed_bytes(plans, copies))
+    return [file for file in written if file.name not in copies]
+
+
+def _planned(folder: Path, ties: Mapping[str, str], max_shard_size: int | str | None) -> WritePlan:
+    with Checkpoint.open(folder, bin_only=True) as source:
+        aliases = kept_names(source.manifest.ties, ties)
+        # Memory-mapped, because they are only written: mapped pages need no free memory.
+        tensors = {name: tensor for name, tensor in source.read_all(mapped=True).items() if name not in aliases}
+        return plan_state(tensors, ties=ties, max_shard_size=max_shard_size)
+
+
+def _part_of(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def kept_names(stored: Mapping[str, str], declared: Mapping[str, str]) -> dict[str, str]:
+    """Return each name to leave out, with the name that keeps its tensor.
+
+    Args:
+        stored: a name to the first name that has the very same storage in the file.
+        declared: the family's ties, name to kept name; they decide where they speak.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, first in stored.items():
+        groups.setdefault(first, [first]).append(name)
+    result: dict[str, str] = {}
+    for names in groups.values():
+        wanted = [name for name in names if name not in declared] or names
+        kept = min(wanted, key=lambda name: ("embed" not in name, name))
+        result.update({name: kept for name in names if name != kept})
+    return result
+
+
+def model_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of ``folder`` other than its transformers' weights, by name; links follow the same rule.
+
+    The files of modules in ``modules.json`` are included, with the weights of dense layers.
+    """
+    folders = module_folders(folder)
+    routers = {_part_of(name): False for name in (routing_of(folder).files if folders else ())}
+    found: dict[str, bytes] = {}
+    for part, holds_weights in ({"": True} | routers | folders).items():
+        found |= _files_in(folder, part, weights=not holds_weights)
+    return found
+
+
+def _files_in(root: Path, part: str, *, weights: bool) -> dict[str, bytes]:
+    """Return the model files of one folder, keyed by path from ``root``."""
+    if part and not (root / part).is_dir():
+        return {}  # a module without settings, as Normalize
+    with Folder(root / part) as opened:
+        copies: dict[str, bytes] = {}
+        for entry in sorted((root / part).iterdir()):
+            other = entry.name in _OF_THE_SOURCE or (not weights and entry.name.endswith(_WEIGHTS))
+            if entry.is_dir() or other or not is_model_file(entry.name):
+                continue
+            with os.fdopen(opened.open(entry.name), "rb") as file:
+                data = file.read(_COPY_LIMIT + 1)
+            if len(data) > _COPY_LIMIT:
+                raise ExportError(
+                    f"{entry}: larger than {_COPY_LIMIT:,} bytes, expected a config or tokenizer file; move it away",
+                    path=str(entry),
+                    problems=["too large"],
+                )
+            copies[f"{part}/{entry.name}" if part else entry.name] = data
+        return copies

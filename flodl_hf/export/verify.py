@@ -21,12 +21,12 @@ from torch import Tensor
 from flodl.errors import FlodlError
 from flodl.files import write_atomically
 from flodl_hf.checkpoints.config.model_config import read_config_file
+from flodl_hf.checkpoints.folders import WEIGHT_FILES
 from flodl_hf.checkpoints.saving.state import same_bits
-from flodl_hf.checkpoints.sentence.routing import transformer_folder, transformer_folders
-from flodl_hf.checkpoints.version import own_version
-from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
+from flodl_hf.checkpoints.sentence.settings import transformer_folder, transformer_folders
+from flodl_hf.checkpoints.system import own_version
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, compare_folder, digest_of
-from flodl_hf.checkpoints.weights.file_names import WEIGHT_FILES
 from flodl_hf.errors import ExportError
 from flodl_hf.models.building import open_weights
 

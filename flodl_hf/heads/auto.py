@@ -176,7 +176,7 @@ def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
 
 def _with_adapter(name_or_path: str | Path, options: Mapping[str, Any]) -> tuple[str | Path, Any]:
     """Return the name of the base, and a function that returns the task of the adapter, if any."""
-    from flodl_hf.checkpoints.hub.folders import holds_adapter
+    from flodl_hf.checkpoints.folders import holds_adapter
 
     adapter = options.get("adapter")
     if adapter is None and not holds_adapter(name_or_path):

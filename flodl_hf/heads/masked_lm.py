@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
-from flodl_hf.checkpoints.sentence.sparse import SparseVectors, SpladePooling, from_dense
+from flodl_hf.checkpoints.sentence.vectors import SparseVectors, SpladePooling, from_dense
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import MASKS, SPARSE, SPARSE_ENCODE
 from flodl_hf.heads.scoring import ScoringModel

@@ -1,8 +1,8 @@
 """Vectors of texts beyond one pooled state each: dense layers behind a pooling, one a token, one over a vocabulary.
 
 Decides how a folder's recipe (`flodl_hf.checkpoints.sentence.recipe`) becomes calls of the runtime. The
-computations are in `flodl_hf.checkpoints.sentence.steps`, `flodl_hf.checkpoints.sentence.multivector` and
-`flodl_hf.checkpoints.sentence.sparse`.
+computations are in `flodl_hf.checkpoints.sentence.steps`, `flodl_hf.checkpoints.sentence.vectors` and
+`flodl_hf.checkpoints.sentence.vectors`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from flodl_hf.checkpoints.keywords import accept_keywords
-from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig, marker_id
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
-from flodl_hf.checkpoints.sentence.sparse import SparseVectors, from_tokens
 from flodl_hf.checkpoints.sentence.steps import Step
+from flodl_hf.checkpoints.sentence.vectors import MultiVectorConfig, SparseVectors, from_tokens, marker_id
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import LEXICAL
 from flodl_hf.inference.batch import Pending, Pooled, States, Work

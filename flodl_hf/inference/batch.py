@@ -24,7 +24,7 @@ from flodl_hf.nn.prompts import prefix_of
 
 if TYPE_CHECKING:
     from flodl.graph import Graph
-    from flodl_hf.checkpoints.sentence.sparse import SpladePooling
+    from flodl_hf.checkpoints.sentence.vectors import SpladePooling
 
 HEARD: ContextVar[Callable[[float], None] | None] = ContextVar("HEARD", default=None)
 """Who hears of each batch that is noted, as a share of all rows."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flodl.graph import Graph
 from flodl_hf.checkpoints.config.model_config import ModelConfig
-from flodl_hf.checkpoints.weights.load_report import LoadReport
+from flodl_hf.checkpoints.weights.loaded import LoadReport
 from flodl_hf.errors import PredictError, no_tokenizer
 from flodl_hf.inference.hidden_states import given_embeddings, ids_for, watched
 from flodl_hf.nn.attention import check_implementation
@@ -27,8 +27,7 @@ from flodl_hf.nn.prompts import ShiftedPositions, prefix_of
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
-    from flodl_hf.checkpoints.weights.load_report import Source
-    from flodl_hf.checkpoints.weights.on_disk import OnDisk
+    from flodl_hf.checkpoints.weights.loaded import OnDisk, Source
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
 

@@ -28,7 +28,7 @@ from flodl_hf.nn.encoder import Repeated
 from flodl_hf.nn.layout import Layout
 
 if TYPE_CHECKING:
-    from flodl_hf.checkpoints.weights.on_disk import OnDisk
+    from flodl_hf.checkpoints.weights.loaded import OnDisk
 
 # States of all batches computed together use at most this share of free memory, and may use this much.
 SHARE = 4

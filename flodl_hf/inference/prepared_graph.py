@@ -33,7 +33,7 @@ from flodl_hf.inference.module_copies import arranged, fallback_reasons, shadow,
 from flodl_hf.inference.options import Precision
 
 if TYPE_CHECKING:
-    from flodl_hf.checkpoints.weights.on_disk import OnDisk
+    from flodl_hf.checkpoints.weights.loaded import OnDisk
     from flodl_hf.inference.graph_model import GraphModel
 
 # A user compares two precisions at most; each may have a copy of the weights.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from flodl.errors import DataError, nearest, printable
 from flodl.garbage_collection import gc_frozen
-from flodl_hf.checkpoints.path_checks import path_fault
+from flodl_hf.checkpoints.folders import path_fault
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import COUNTED, TRUNCATED
 from flodl_hf.inference.quantize import PRECISIONS
@@ -127,7 +127,7 @@ def predict_file(
     workers: Workers | None = None
     with ExitStack() as stack:
         if isinstance(model, (str, os.PathLike)):
-            from flodl_hf.checkpoints.hub.folders import expect_tokenizer
+            from flodl_hf.checkpoints.folders import expect_tokenizer
             from flodl_hf.heads.auto import load
 
             expect_tokenizer(model, "predict_file")

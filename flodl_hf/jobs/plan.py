@@ -64,7 +64,7 @@ def make_plan(
         DataError: columns are ambiguous, or have the name of a result column.
         PredictError: the model has no such option.
     """
-    from flodl_hf.checkpoints.version import own_version
+    from flodl_hf.checkpoints.system import own_version
 
     size = part_rows or (CUDA_PART if model.device.type == "cuda" else CPU_PART)
     first: list[Row] = []

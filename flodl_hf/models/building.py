@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from flodl.errors import CheckpointError, ConfigError, capped, nearest, printable
 from flodl.graph import FlowBuilder, Graph
 from flodl_hf.checkpoints.config.model_config import ModelConfig
+from flodl_hf.checkpoints.folders import WEIGHTS_KEY, weights_named
 from flodl_hf.checkpoints.keywords import DTYPE_SPELLINGS
-from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
-from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceManifest, StoredTensor
-from flodl_hf.checkpoints.weights.file_names import WEIGHTS_KEY, weights_named
-from flodl_hf.checkpoints.weights.load_report import LoadReport
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.loaded import LoadReport
 from flodl_hf.checkpoints.weights.loading import Plan, class_of, head_of, plan_load
+from flodl_hf.checkpoints.weights.manifest import DTYPES, SourceManifest, StoredTensor
 from flodl_hf.nn.layers import Activation
 
 

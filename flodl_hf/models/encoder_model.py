@@ -189,7 +189,7 @@ class EncoderModel(FromPretrained, Adapted, TransformersMethods):
 
     def _hub_metadata(self) -> dict[str, Any]:
         """Return the metadata of a model card: library, task, and the base model with its commit."""
-        from flodl_hf.checkpoints.hub.card import hub_name
+        from flodl_hf.checkpoints.hub.request import hub_name
 
         is_vectors = self.head == "base" and self.sentence_recipe is not None
         library = "sentence-transformers" if self.sentence_recipe is not None else "transformers"
@@ -263,7 +263,7 @@ class EncoderModel(FromPretrained, Adapted, TransformersMethods):
         Raises:
             HubError: the Hub refuses, or a result has other fields or a revision that is not a commit.
         """
-        from flodl_hf.checkpoints.hub.card import card_file, results_file, upload_folder
+        from flodl_hf.checkpoints.hub.request import card_file, results_file, upload_folder
 
         files = {**card_file(card, self._hub_metadata()), **results_file(results), **options.pop("extra_files", {})}
         with TemporaryDirectory(prefix="flodl-hf-") as space:

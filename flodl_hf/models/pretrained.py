@@ -26,15 +26,14 @@ from flodl.garbage_collection import gc_paused
 from flodl.graph import Graph
 from flodl_hf.checkpoints.config.file import MAX_LABELS
 from flodl_hf.checkpoints.config.model_config import ModelConfig, listed_texts, read_config_file
-from flodl_hf.checkpoints.hub.folders import holds_adapter, resolve_folder
+from flodl_hf.checkpoints.folders import MODEL_FILES, TOKENIZER_FILES, VOCABULARY_FILES, holds_adapter
+from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, read_recipe
-from flodl_hf.checkpoints.sentence.routing import transformer_folder
-from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
-from flodl_hf.checkpoints.weights.checkpoint.manifest import SourceManifest
-from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, TOKENIZER_FILES, VOCABULARY_FILES
-from flodl_hf.checkpoints.weights.load_report import Source, warn_of_unexpected
+from flodl_hf.checkpoints.sentence.settings import transformer_folder
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.loaded import OnDisk, Source, Weights, stays_on_disk, warn_of_unexpected
 from flodl_hf.checkpoints.weights.loading import Plan, class_of
-from flodl_hf.checkpoints.weights.on_disk import OnDisk, Weights, stays_on_disk
+from flodl_hf.checkpoints.weights.manifest import SourceManifest
 from flodl_hf.families.schema import PassthroughTensor
 from flodl_hf.inference.decode.classes import score_function
 from flodl_hf.inference.graph_model import GraphModel

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flodl_hf.checkpoints.folders import SAFETENSORS, SAFETENSORS_INDEX, WEIGHTS_KEY
 from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.saving.publish import publish_folder
 from flodl_hf.checkpoints.saving.state import WritePlan, WrittenFile, plan_state, verify_files, write_bytes, write_state
 from flodl_hf.checkpoints.weights.checksums import write_checksums
-from flodl_hf.checkpoints.weights.file_names import SAFETENSORS, SAFETENSORS_INDEX, WEIGHTS_KEY
 from flodl_hf.checkpoints.weights.loading import canonical_names
 from flodl_hf.errors import ExportError
 from flodl_hf.families.schema.tasks import task_named
@@ -293,7 +293,7 @@ def architecture(model: GraphModel) -> str:
 
 
 def _recipe(model: GraphModel) -> dict[str, bytes]:
-    from flodl_hf.checkpoints.saving.sentence_files import recipe_files
+    from flodl_hf.checkpoints.sentence.writing import recipe_files
 
     # A classifier that was trained on such an encoder keeps them too: its encoder still makes vectors.
     recipe = model.sentence_recipe

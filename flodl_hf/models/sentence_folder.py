@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError
+from flodl_hf.checkpoints.folders import BOUNDS, is_entry
 from flodl_hf.checkpoints.saving.json_text import patch_json
-from flodl_hf.checkpoints.sentence.multivector import colbert_recipe
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
-from flodl_hf.checkpoints.weights.file_names import BOUNDS
+from flodl_hf.checkpoints.sentence.vectors import colbert_recipe
 from flodl_hf.inference.decode.pooling import pool, pool_padded
 from flodl_hf.inference.graph_model import Routed, recipe_behind
 from flodl_hf.models.building import states_of

@@ -131,7 +131,7 @@ class Bench:
 
     def load_theirs(self, attention: str = "sdpa", folder: Path | None = None) -> Any:
         """Return transformers' model, freshly loaded; see `flodl_hf.parity.reference.Reference`."""
-        from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
+        from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
         from flodl_hf.parity.reference import load_reference
 
         place = folder or self.folder

@@ -150,8 +150,8 @@ def _obstacle(cell: Cell, size: str, live: bool) -> tuple[Status, str] | None:
 
 def _published(cell: Cell) -> Path:
     """Return the folder of a cell's published checkpoint."""
-    from flodl_hf.checkpoints.hub.folders import resolve_folder
-    from flodl_hf.checkpoints.weights.file_names import BIN_FILES, MODEL_FILES
+    from flodl_hf.checkpoints.folders import BIN_FILES, MODEL_FILES
+    from flodl_hf.checkpoints.hub.download import resolve_folder
 
     return resolve_folder(checkpoints_of(cell.record)[cell.head], {}, (*MODEL_FILES, *BIN_FILES))[0]
 

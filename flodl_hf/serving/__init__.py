@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from flodl.errors import ConfigError
+from flodl_hf.checkpoints.folders import expect_tokenizer
 from flodl_hf.checkpoints.hub.download import expect_place
-from flodl_hf.checkpoints.hub.folders import expect_tokenizer
 from flodl_hf.serving.settings import Served, Settings, served
 
 __all__ = ["Served", "Settings", "serve", "serving"]

@@ -288,7 +288,7 @@ def _model(name: str, state: AppState) -> dict[str, Any]:
 
 def _info(state: AppState) -> dict[str, Any]:
     """Return the fields of text-embeddings-inference for the first model, and information about all models."""
-    from flodl_hf.checkpoints.version import own_version
+    from flodl_hf.checkpoints.system import own_version
 
     settings = state.settings
     (name, info), *_ = state.workers.models.items()

@@ -51,7 +51,7 @@ class Traces:
                 f"serve: {fault.name} is not installed, and otlp_endpoint needs it. Install the extra: "
                 "pip install 'flodl-hf[telemetry]'"
             ) from None
-        from flodl_hf.checkpoints.version import own_version
+        from flodl_hf.checkpoints.system import own_version
 
         found = Resource.create({"service.version": own_version()})
         if str(found.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):

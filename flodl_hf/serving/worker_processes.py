@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from flodl.errors import ConfigError, FlodlError, capped, nearest
-from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG
+from flodl_hf.checkpoints.folders import ADAPTER_CONFIG
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.workers import Worker
 from flodl_hf.workers.ipc import connect_link
@@ -293,7 +293,7 @@ def _directory(settings: Settings, value: str) -> tuple[Path, str | None]:
 def _base_of(settings: Settings, folder: Path) -> str:
     """Return the name of the served model that an adapter's configuration names as its base."""
     from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES, read_json
-    from flodl_hf.checkpoints.weights.checkpoint.safe_open import read_member
+    from flodl_hf.checkpoints.folders import read_member
 
     text = read_member(folder, ADAPTER_CONFIG, MAX_CONFIG_BYTES, ConfigError)
     named = str(read_json(text, str(folder / ADAPTER_CONFIG)).get("base_model_name_or_path") or "")

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from flodl.errors import capped, printable
-from flodl_hf.checkpoints.weights.file_names import vocabularies_below
+from flodl_hf.checkpoints.folders import vocabularies_below
 from flodl_hf.errors import TokenizerError
 from flodl_hf.families import families
 from flodl_hf.families.schema import FamilyTokenizer

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flodl.errors import printable, shown
 from flodl.files import POINTER_ADVICE, is_pointer, make_folders, write_atomically
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import read_member
-from flodl_hf.checkpoints.weights.file_names import TOKENIZER_FILES
+from flodl_hf.checkpoints.folders import TOKENIZER_FILES, read_member
 from flodl_hf.errors import ExportError, TokenizerError
 
 if TYPE_CHECKING:

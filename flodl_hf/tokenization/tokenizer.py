@@ -18,9 +18,9 @@ from typing import Any
 import tokenizers
 
 from flodl.errors import printable
-from flodl_hf.checkpoints.hub.folders import holds_adapter, resolve_folder
+from flodl_hf.checkpoints.folders import ADAPTER_CONFIG, BASE_OF_ADAPTER, CONFIG_NAME, holds_adapter, is_vocabulary_in
+from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.keywords import TOKENIZER, accept_keywords
-from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG, BASE_OF_ADAPTER, CONFIG_NAME, is_vocabulary_in
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.backend import Backend
 from flodl_hf.tokenization.calls import Calls
@@ -286,7 +286,7 @@ class Tokenizer(Calls):
                 return cls.from_pretrained(
                     base, token=token, cache_dir=cache_dir, local_files_only=local_files_only, **settings
                 )
-        from flodl_hf.checkpoints.sentence.routing import transformer_folder
+        from flodl_hf.checkpoints.sentence.settings import transformer_folder
 
         return cls._stated(transformer_folder(folder), settings)
 

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from flodl_hf.checkpoints.hub.card import front_matter, hub_name
+from flodl_hf.checkpoints.hub.request import front_matter, hub_name
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.training.evaluation import EvalPredictions
 from flodl_hf.training.job import Job

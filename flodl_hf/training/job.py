@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flodl.errors import ConfigError, DataError
-from flodl_hf.checkpoints.hub.folders import lacks_tokenizer
+from flodl_hf.checkpoints.folders import lacks_tokenizer
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.transformers_methods import frozen_parameters

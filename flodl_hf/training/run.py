@@ -30,7 +30,7 @@ from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, S
 from flodl.train.events import Past
 from flodl.train.saving.reading import list_checkpoints
 from flodl.train.trackers import make_tracker
-from flodl_hf.checkpoints.path_checks import path_fault
+from flodl_hf.checkpoints.folders import path_fault
 from flodl_hf.checkpoints.saving.publish import GENERATOR, check_space, is_model_file
 from flodl_hf.errors import ExportError
 from flodl_hf.models.adapters.write import contents_of

@@ -89,7 +89,7 @@ class ModelFactory:
 
     def _as_stored(self) -> EncoderModel:
         """Return the model in the dtype of its files; missing tensors are initialised in float32."""
-        from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
+        from flodl_hf.checkpoints.weights.manifest import DTYPES
         from flodl_hf.nn.joined_tensors import as_whole
 
         model: Any = self._read("auto")

@@ -20,7 +20,7 @@ def prepare() -> None:
         "flodl_hf.tokenization.tokenizer",
         "flodl_hf.inference.pipeline",
         "flodl_hf.export",
-        "flodl_hf.checkpoints.weights.restricted_unpickler",
+        "flodl_hf.checkpoints.weights.torch_file",
     ):
         import_module(module)
 

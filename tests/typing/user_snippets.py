@@ -28,7 +28,7 @@ from flodl_hf import (
     load,
 )
 from flodl_hf.checkpoints.config.model_config import ModelConfig
-from flodl_hf.checkpoints.weights.load_report import LoadReport
+from flodl_hf.checkpoints.weights.loaded import LoadReport
 from flodl_hf.families import FAMILIES, register
 from flodl_hf.families.schema import Family
 from flodl_hf.heads.base import BaseModel

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, printable, shown
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
-from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG, CONFIG_NAME
+from flodl_hf.checkpoints.folders import ADAPTER_CONFIG, CONFIG_NAME, is_entry, read_member
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:

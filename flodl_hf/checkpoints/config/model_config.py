@@ -29,9 +29,9 @@ from flodl_hf.checkpoints.config.file import (
     thresholds_of,
     without_unknown_problem,
 )
-from flodl_hf.checkpoints.hub.folders import resolve_folder
+from flodl_hf.checkpoints.folders import CONFIG_NAME, WEIGHTS_KEY
+from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.keywords import CONFIG, accept_keywords
-from flodl_hf.checkpoints.weights.file_names import CONFIG_NAME, WEIGHTS_KEY
 from flodl_hf.families import match_config, model_types, named, row_of
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.config_rows import REQUIRED, Triage, boolean, one_of, read_rows, refuse
@@ -394,7 +394,7 @@ def read_config(
         from flodl_hf.checkpoints.weights.checksums import hold
 
         hold(folder, verified, (CONFIG_NAME,))
-    from flodl_hf.checkpoints.sentence.routing import transformer_folder
+    from flodl_hf.checkpoints.sentence.settings import transformer_folder
 
     return read_config_file(transformer_folder(folder), ignore_config_keys, strict_config=strict_config)
 

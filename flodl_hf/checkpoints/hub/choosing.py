@@ -16,9 +16,7 @@ from typing import Any
 
 from flodl.errors import capped
 from flodl.files import read_regular, write_atomically
-from flodl_hf.checkpoints.hub.request import HubRequest
-from flodl_hf.checkpoints.weights.checksums import digest_of
-from flodl_hf.checkpoints.weights.file_names import (
+from flodl_hf.checkpoints.folders import (
     BIN,
     CONFIG_NAME,
     SAFETENSORS,
@@ -26,6 +24,8 @@ from flodl_hf.checkpoints.weights.file_names import (
     matching,
     weights_named,
 )
+from flodl_hf.checkpoints.hub.request import HubRequest
+from flodl_hf.checkpoints.weights.checksums import digest_of
 
 WEIGHTS = SAFETENSORS
 _MODULES = "modules.json"
@@ -147,7 +147,7 @@ def any_present(request: HubRequest, present: Sequence[str]) -> bool:
 
 def _modules_in(request: HubRequest, folder: Path) -> Iterable[tuple[str, bool]]:
     """Return the module folders that the small files in a folder name, and whether each has a transformer."""
-    from flodl_hf.checkpoints.sentence.routing import module_folders
+    from flodl_hf.checkpoints.sentence.settings import module_folders
 
     return module_folders(folder).items() if request.modules else ()
 

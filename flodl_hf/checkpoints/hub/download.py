@@ -20,6 +20,7 @@ from typing import Any
 
 from flodl.errors import FlodlError, capped, nearest, printable
 from flodl.files import read_regular
+from flodl_hf.checkpoints.folders import MODEL_FILES, local_folder
 from flodl_hf.checkpoints.hub.choosing import (
     WEIGHTS,
     any_present,
@@ -41,7 +42,6 @@ from flodl_hf.checkpoints.hub.request import (
     within,
 )
 from flodl_hf.checkpoints.weights.checksums import digest_of
-from flodl_hf.checkpoints.weights.file_names import MODEL_FILES
 from flodl_hf.errors import HubError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95})?")
@@ -74,6 +74,28 @@ class Resolved:
     commit: str | None = None
 
 
+def resolve_folder(
+    name_or_path: str | os.PathLike[str], hub: Mapping[str, Any], files: Sequence[str]
+) -> tuple[Path, str | None]:
+    """Return the local folder behind a name, and the Hub commit it was resolved to.
+
+    A folder that exists is used without a request, and without an import of the Hub client.
+
+    Args:
+        name_or_path: a folder, or a repository of the Hub.
+        hub: keyword arguments of `resolve`: ``subfolder``, ``revision`` and others.
+        files: patterns of the requested files, relative to the subfolder.
+
+    Raises:
+        HubError: as of `resolve`.
+    """
+    path = local_folder(name_or_path)
+    if path is not None and not hub.get("subfolder"):
+        return path, None
+    resolved = resolve(name_or_path, files=files, **hub)
+    return resolved.folder, resolved.commit
+
+
 def resolve(
     name_or_path: str | os.PathLike[str],
     *,
@@ -83,7 +105,6 @@ def resolve(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     files: Sequence[str] = MODEL_FILES,
-    modules: bool = False,
 ) -> Resolved:
     """Return the folder that holds the files of ``name_or_path``, fetching what is missing.
 
@@ -98,8 +119,8 @@ def resolve(
         cache_dir: where downloads are kept, by default as huggingface_hub has it.
         local_files_only: open no network connection.
         files: patterns of the requested files, relative to ``subfolder``; ``"model.safetensors"``
-            stands for the weights, in one file or many.
-        modules: whether files in the folders of modules, which ``modules.json`` names, are requested too.
+            stands for the weights, in one file or many. Files in the folders of modules, which ``modules.json``
+            names, are requested too.
 
     Raises:
         HubError: the name is malformed or not found, access is refused, the network is
@@ -125,7 +146,7 @@ def resolve(
         token=token,
         cache=Path(cache_dir if cache_dir is not None else constants.HF_HUB_CACHE).expanduser(),
         files=tuple(files),
-        modules=modules,
+        modules=True,
     )
     if local_files_only or constants.HF_HUB_OFFLINE:
         why = "local_files_only is set" if local_files_only else "HF_HUB_OFFLINE is set"

@@ -1,7 +1,6 @@
 """Write the files of a checkpoint folder; `flodl_hf.models.saving` decides which ones a model needs.
 
-state           safetensors files: names, order, shards and bytes
-json_text       a JSON text with some values changed
-sentence_files  additional files of sentence-transformers folders
-publish         a folder put in place in one step
+state      safetensors files: names, order, shards and bytes
+json_text  a JSON text with some values changed
+publish    a folder put in place in one step
 """

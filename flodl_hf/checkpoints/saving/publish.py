@@ -25,8 +25,7 @@ from pathlib import Path
 from flodl.errors import capped, printable
 from flodl.files import lock, make_folders, sync_folder
 from flodl_hf.checkpoints import system
-from flodl_hf.checkpoints.path_checks import path_fault
-from flodl_hf.checkpoints.weights.file_names import TOKENIZER_FILES, WEIGHT_PATTERNS, matching
+from flodl_hf.checkpoints.folders import TOKENIZER_FILES, WEIGHT_PATTERNS, matching, path_fault
 from flodl_hf.errors import ExportError
 
 GENERATOR = "generator"

@@ -21,9 +21,9 @@ from torch import Tensor
 from flodl.checkpoint.tensor_bytes import bytes_of
 from flodl.errors import capped, printable
 from flodl.safetensors_header import name_fault
-from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPE_NAMES, DTYPES, SourceManifest
+from flodl_hf.checkpoints.folders import SAFETENSORS, SAFETENSORS_INDEX
 from flodl_hf.checkpoints.weights.checksums import compare_files
-from flodl_hf.checkpoints.weights.file_names import SAFETENSORS, SAFETENSORS_INDEX
+from flodl_hf.checkpoints.weights.manifest import DTYPE_NAMES, DTYPES, SourceManifest
 from flodl_hf.errors import ExportError
 
 DEFAULT_SHARD_SIZE = 5_000_000_000

@@ -1,6 +1,9 @@
 """Models of sentence-transformers: settings of their folders in addition to the encoder.
 
-recipe       pooling, dense layers, prompts and normalisation, read and written
-sparse       sparse vectors (SPLADE)
-multivector  a vector for each token (ColBERT)
+recipe    pooling, dense layers, prompts and normalisation
+steps     layers of vectors
+vectors   sparse vectors (SPLADE), and a vector for each token (ColBERT)
+settings  modules and routes, and how the transformer is loaded
+files     files of a module
+writing   the small files of a folder, from a recipe
 """

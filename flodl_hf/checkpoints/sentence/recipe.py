@@ -17,7 +17,8 @@ from typing import Any
 
 from flodl.errors import nearest, printable, shown
 from flodl_hf.checkpoints.config.file import stored_activation
-from flodl_hf.checkpoints.sentence.module_files import (
+from flodl_hf.checkpoints.folders import BOUNDS, CONFIG_NAME, is_entry
+from flodl_hf.checkpoints.sentence.files import (
     bytes_of,
     folder_of,
     refuse_setting,
@@ -25,9 +26,15 @@ from flodl_hf.checkpoints.sentence.module_files import (
     warn_of_unknown,
     wrong,
 )
-from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig, m3_layer, multivector_recipe, pylate_recipe
-from flodl_hf.checkpoints.sentence.routing import Modules, kind_of, routing_of, transformer_folder
-from flodl_hf.checkpoints.sentence.sparse import SpladePooling
+from flodl_hf.checkpoints.sentence.settings import (
+    Modules,
+    TransformerSettings,
+    kind_of,
+    layer_number,
+    routing_of,
+    transformer_folder,
+    transformer_settings,
+)
 from flodl_hf.checkpoints.sentence.steps import (
     STEPS,
     Convolutions,
@@ -37,9 +44,13 @@ from flodl_hf.checkpoints.sentence.steps import (
     Step,
     read_step,
 )
-from flodl_hf.checkpoints.sentence.transformer_settings import TransformerSettings, layer_number, transformer_settings
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry
-from flodl_hf.checkpoints.weights.file_names import BOUNDS, CONFIG_NAME
+from flodl_hf.checkpoints.sentence.vectors import (
+    MultiVectorConfig,
+    SpladePooling,
+    m3_layer,
+    multivector_recipe,
+    pylate_recipe,
+)
 from flodl_hf.errors import PredictError
 
 POOLINGS = {

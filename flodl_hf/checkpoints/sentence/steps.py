@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from flodl.errors import printable
 from flodl_hf.checkpoints.config.file import ACTIVATIONS, activate, activation_at
-from flodl_hf.checkpoints.sentence.module_files import (
+from flodl_hf.checkpoints.sentence.files import (
     bytes_of,
     folder_of,
     module_files,

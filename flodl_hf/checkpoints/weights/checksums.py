@@ -20,8 +20,16 @@ from typing import Any, Literal
 
 from flodl.errors import CheckpointError, capped, printable
 from flodl.files import SEAL, seal, unseal
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, inside, is_entry, plain_name_fault, read_member
-from flodl_hf.checkpoints.weights.file_names import MODEL_FILES, WEIGHT_PATTERNS, matching
+from flodl_hf.checkpoints.folders import (
+    MODEL_FILES,
+    WEIGHT_PATTERNS,
+    Folder,
+    inside,
+    is_entry,
+    matching,
+    plain_name_fault,
+    read_member,
+)
 
 CHECKSUMS = "checksums.json"
 RECEIPT = "verification.json"

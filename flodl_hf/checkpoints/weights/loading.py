@@ -1,6 +1,6 @@
 """A folder's tensors and a model's: which belongs to which, decided from headers before a weight is read.
 
-Pure bookkeeping over names, shapes and dtypes. Reading bytes is `flodl_hf.checkpoints.weights.checkpoint`'s, building
+Pure bookkeeping over names, shapes and dtypes. Reading bytes is `flodl_hf.checkpoints.weights.manifest`'s, building
 and filling the model is `flodl_hf.models`'s.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 from flodl.errors import CheckpointError, capped, nearest, printable
-from flodl_hf.checkpoints.weights.load_report import LoadReport
+from flodl_hf.checkpoints.weights.loaded import LoadReport
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.record import KeyMap, Tie, changes_a_layer, ignored_reason, repeated_bias
 from flodl_hf.families.schema.tasks import HEADS

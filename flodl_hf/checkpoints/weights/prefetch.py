@@ -28,8 +28,8 @@ from typing import Any
 from flodl.errors import CheckpointError, FlodlError
 from flodl.safetensors_header import read_header
 from flodl.system import read_vectors_at
+from flodl_hf.checkpoints.folders import Folder
 from flodl_hf.checkpoints.system import make_cuda_context
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder
 
 TASK_BYTES = 16 << 20
 _MAX_VECTORS = 512  # below every system's IOV_MAX (1024 on Linux)

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from flodl.errors import CheckpointError, ConfigError, capped, printable
 from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES, PROBLEM_TYPES, read_json
 from flodl_hf.checkpoints.config.model_config import ModelConfig
-from flodl_hf.checkpoints.hub.folders import resolve_folder
+from flodl_hf.checkpoints.folders import ADAPTER_CONFIG as CONFIG
+from flodl_hf.checkpoints.folders import BASE_OF_ADAPTER, RECIPE_FILES, is_entry, read_member
+from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import read_recipe
-from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
-from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG as CONFIG
-from flodl_hf.checkpoints.weights.file_names import BASE_OF_ADAPTER, RECIPE_FILES
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.checkpoints.weights.loading import head_of
 from flodl_hf.families.schema import Family
 from flodl_hf.inference.graph_model import GraphModel

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flodl_hf.checkpoints.saving.sentence_files import recipe_files
+from flodl_hf.checkpoints.folders import ADAPTER_CONFIG as CONFIG
 from flodl_hf.checkpoints.saving.state import FilePlan, WritePlan
-from flodl_hf.checkpoints.sentence.multivector import pylate_files
-from flodl_hf.checkpoints.weights.file_names import ADAPTER_CONFIG as CONFIG
+from flodl_hf.checkpoints.sentence.writing import pylate_files, recipe_files
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import Adapter, Site, adapters_of

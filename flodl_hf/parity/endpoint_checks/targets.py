@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from flodl.errors import FlodlError
-from flodl_hf.checkpoints.weights.file_names import WEIGHT_FILES
+from flodl_hf.checkpoints.folders import WEIGHT_FILES
 from flodl_hf.parity.endpoint_checks.reference import QUERY, Reference, prompt_tokens, score_function, vector
 
 _MOST = 256 << 20

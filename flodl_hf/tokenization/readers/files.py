@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flodl.errors import DataError, nearest, printable
-from flodl_hf.checkpoints.path_checks import expect_file
+from flodl_hf.checkpoints.folders import expect_file
 from flodl_hf.tokenization.readers.arrow import (
     Classes,
     is_saved_dataset,

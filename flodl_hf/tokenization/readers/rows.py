@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from flodl.errors import DataError, nearest, printable
-from flodl_hf.checkpoints.path_checks import expect_file
+from flodl_hf.checkpoints.folders import expect_file
 from flodl_hf.tokenization.readers.arrow import BatchRows
 from flodl_hf.tokenization.readers.cells import Cells
 

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError
-from flodl_hf.checkpoints.sentence.multivector import MultiVectorConfig, marker_id, pylate_files
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.steps import Dense, dense
+from flodl_hf.checkpoints.sentence.vectors import MultiVectorConfig, marker_id
+from flodl_hf.checkpoints.sentence.writing import pylate_files
 from flodl_hf.inference.similarity import max_sim
 from flodl_hf.training.evaluators import figures_of_found
 from flodl_hf.training.losses import read_settings

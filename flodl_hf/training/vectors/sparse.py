@@ -17,7 +17,7 @@ from torch import Tensor
 from flodl.data import Where
 from flodl.errors import ConfigError
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
-from flodl_hf.checkpoints.sentence.sparse import SpladePooling
+from flodl_hf.checkpoints.sentence.vectors import SpladePooling
 from flodl_hf.nn.layout import largest_of_texts
 from flodl_hf.training.batching import epoch_ends
 from flodl_hf.training.losses import USUAL, make_loss, read_settings

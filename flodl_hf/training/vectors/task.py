@@ -252,7 +252,7 @@ class EmbeddingTask(Task):
             kept = "config_sentence_transformers.json"
             made = replace(before, pooling=names, normalize=scaled, files={})
             if kept in before.files:
-                from flodl_hf.checkpoints.saving.sentence_files import recipe_files
+                from flodl_hf.checkpoints.sentence.writing import recipe_files
 
                 files = recipe_files(made, model.config.encoder.hidden_size)
                 made = replace(made, files={**files, kept: before.files[kept]})

@@ -16,8 +16,8 @@ import torch
 
 from flodl_hf import encode_file, load, predict_file
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
+from flodl_hf.checkpoints.sentence.settings import TransformerSettings
 from flodl_hf.checkpoints.sentence.steps import Dense, LayerWeights, Scaled
-from flodl_hf.checkpoints.sentence.transformer_settings import TransformerSettings
 from flodl_hf.errors import PredictError
 from flodl_hf.inference import RunKeywords, RunOptions
 from flodl_hf.jobs import tasks

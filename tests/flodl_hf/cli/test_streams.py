@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("typer")
 
-from flodl_hf.checkpoints.version import own_version
+from flodl_hf.checkpoints.system import own_version
 from flodl_hf.cli import shared
 
 TEXT = "café 😀 \x7f"

@@ -15,7 +15,7 @@ import pytest
 
 typer_testing = pytest.importorskip("typer.testing")
 
-from flodl_hf.checkpoints.weights.checkpoint import folder as checkpoint_folder  # noqa: E402
+from flodl_hf.checkpoints.weights import checkpoint as checkpoint_folder  # noqa: E402
 from flodl_hf.cli import choices, shared  # noqa: E402
 from flodl_hf.cli.app import NAMES, app, app_for  # noqa: E402
 
@@ -172,7 +172,7 @@ def test_shells_complete_words(words: str, offered: list[str]) -> None:
 
 
 def test_the_version_is_said() -> None:
-    from flodl_hf.checkpoints.version import own_version
+    from flodl_hf.checkpoints.system import own_version
 
     assert run("--version").stdout == run("-V").stdout == f"{own_version()}\n"
 

@@ -11,7 +11,7 @@ import pytest
 
 from flodl.errors import FlodlError
 from flodl_hf import finetune, load
-from flodl_hf.checkpoints.path_checks import path_fault
+from flodl_hf.checkpoints.folders import path_fault
 from flodl_hf.jobs import predict_file
 from flodl_hf.models.encoder_model import EncoderModel
 

@@ -14,7 +14,7 @@ import pytest
 from flodl.errors import FlodlError, UnsafeFileError
 from flodl_hf import load
 from flodl_hf.checkpoints.hub.download import resolve
-from flodl_hf.checkpoints.saving.sentence_files import recipe_files
+from flodl_hf.checkpoints.sentence.writing import recipe_files
 
 Saved = Callable[..., Path]
 POOLED = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flodl.train.handle import Trained
-from flodl_hf.checkpoints.weights.load_report import LoadReport
+from flodl_hf.checkpoints.weights.loaded import LoadReport
 from flodl_hf.training.report.charts import HIGH, MOST_POINTS, WIDE, line_chart
 from flodl_hf.training.result import FinetuneResult
 

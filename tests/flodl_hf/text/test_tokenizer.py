@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers
 
-from flodl_hf.checkpoints.weights.file_names import TOKENIZER_FILES
+from flodl_hf.checkpoints.folders import TOKENIZER_FILES
 from flodl_hf.errors import HubError, TokenizerError
 from flodl_hf.tokenization.tokenizer import Tokenizer
 

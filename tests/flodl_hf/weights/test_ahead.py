@@ -15,9 +15,9 @@ from torch import Tensor
 from weight_tables import same
 
 from flodl.errors import CheckpointError
+from flodl_hf.checkpoints.weights import manifest as opened
 from flodl_hf.checkpoints.weights import prefetch as ahead
-from flodl_hf.checkpoints.weights.checkpoint import manifest as opened
-from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.checkpoints.weights.prefetch import prefetched
 
 

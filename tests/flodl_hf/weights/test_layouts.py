@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flodl.errors import CheckpointError, UnsafeFileError
-from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 
 INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00003.safetensors"
@@ -240,7 +240,7 @@ def test_an_index_that_is_not_text_or_too_long(sharded: Path, monkeypatch: pytes
     (sharded / INDEX).write_bytes(b'{"weight_map\xff": {}}')
     with pytest.raises(CheckpointError, match="found no JSON"):
         Checkpoint.open(sharded)
-    monkeypatch.setattr("flodl_hf.checkpoints.weights.checkpoint.folder.INDEX_LIMIT", 10)
+    monkeypatch.setattr("flodl_hf.checkpoints.weights.checkpoint.INDEX_LIMIT", 10)
     with pytest.raises(CheckpointError, match="at most 10 bytes"):
         Checkpoint.open(sharded)
 

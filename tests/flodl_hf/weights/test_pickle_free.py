@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flodl.errors import CheckpointError, UnsafeFileError
-from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
-from flodl_hf.checkpoints.weights.restricted_unpickler.program import _STEPS, NAMES
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+from flodl_hf.checkpoints.weights.torch_program import _STEPS, NAMES
 
 DTYPES = [
     torch.float32,
@@ -296,7 +296,7 @@ def test_small_files_are_compared_with_their_checksums_without_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"a": torch.ones(4), "b": torch.zeros(4)}, tmp_path / "x.bin")
-    monkeypatch.delattr("flodl_hf.checkpoints.weights.restricted_unpickler.shard.ThreadPoolExecutor")
+    monkeypatch.delattr("flodl_hf.checkpoints.weights.torch_file.ThreadPoolExecutor")
     assert len(read_bin(tmp_path / "x.bin")) == 2
 
 
@@ -360,7 +360,7 @@ def test_damaged_programs_are_refused(tmp_path: Path, program: bytes) -> None:
 
 
 def test_a_program_may_not_work_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flodl_hf.checkpoints.weights.restricted_unpickler.program._MAX_STEPS", 1000)
+    monkeypatch.setattr("flodl_hf.checkpoints.weights.torch_program._MAX_STEPS", 1000)
     with pytest.raises(CheckpointError, match="more than 1,000 instructions"):
         read_bin(hand_made(tmp_path, b"\x80\x02" + b"}" * 5000, {}))
 

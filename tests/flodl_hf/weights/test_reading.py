@@ -19,7 +19,7 @@ from weight_tables import TABLES, same
 
 from flodl.errors import CheckpointError
 from flodl_hf.checkpoints.weights import prefetch
-from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.models.pretrained import _read
 
 

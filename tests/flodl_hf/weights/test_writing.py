@@ -27,7 +27,7 @@ from flodl_hf.checkpoints.saving.state import (
     write_safetensors,
     write_state,
 )
-from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.errors import ExportError
 from flodl_hf.export import convert_bin
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
+from flodl_hf.checkpoints.weights.manifest import DTYPES
 
 # The library's own reader knows no names for these.
 DTYPE_LIST = [dtype for name, dtype in DTYPES.items() if "FNUZ" not in name and "E8M0" not in name]

@@ -1,20 +1,20 @@
 """The small files of a sentence-transformers folder, written from a model's settings for vectors.
 
-Used if a folder's own files cannot be copied: its transformer is in a subfolder, or training
-changed how vectors are computed.
+Used if a folder's own files cannot be copied: its transformer is in a subfolder, or training changed how vectors are
+computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flodl_hf.checkpoints.sentence.module_files import folder_files, json_bytes
+from flodl_hf.checkpoints.sentence.files import json_bytes
 from flodl_hf.checkpoints.sentence.recipe import POOLINGS, SentenceTransformerConfig
-from flodl_hf.checkpoints.sentence.sparse import splade_files
+from flodl_hf.checkpoints.sentence.vectors import MultiVectorConfig, SpladePooling
 
 Parts = list[tuple[str, str]]
-
+PYLATE_DENSE = "pylate.models.Dense.Dense"
 _PREFIX = "sentence_transformers.models."
 
 
@@ -100,3 +100,72 @@ def _router_files(recipe: SentenceTransformerConfig, hidden_size: int) -> tuple[
     }  # fmt: skip
     said = {"types": types, "structure": structure, "parameters": settings}
     return [("Router", folder)], {f"{folder}/router_config.json": json_bytes(said)} | files
+
+
+def splade_files(
+    pooling: SpladePooling, max_tokens: int | None, settings: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
+    """Return the small files of a SparseEncoder's folder.
+
+    Args:
+        pooling: how weights are made.
+        max_tokens: most tokens of a text.
+        settings: further contents of ``config_sentence_transformers.json``: prompts, ``max_active_dims``.
+    """
+    prefix = "sentence_transformers.sparse_encoder.models."
+    said = {"model_type": "SparseEncoder", "prompts": {"query": "", "document": ""}, "default_prompt_name": None}
+    files = folder_files(
+        [(f"{prefix}MLMTransformer", ""), (f"{prefix}SpladePooling", "1_SpladePooling")],
+        said | {"similarity_fn_name": "dot"} | dict(settings or {}),
+        {"max_seq_length": max_tokens, "do_lower_case": False},
+    )
+    own = {"pooling_strategy": pooling.strategy, "activation_function": pooling.activation}
+    return files | {"1_SpladePooling/config.json": json_bytes(own)}
+
+
+def pylate_files(late: MultiVectorConfig) -> dict[str, bytes]:
+    """Return the small files of a folder with weights at its root, as PyLate writes them.
+
+    sentence-transformers' MultiVectorEncoder reads them too.
+
+    Args:
+        late: the recipe; its projections are `Dense`.
+    """
+    layers: Any = late.projections  # of the class `Dense`
+    kinds = [("sentence_transformers.models.Transformer", "")]
+    kinds += [(PYLATE_DENSE, f"{place}_Dense") for place in range(1, len(layers) + 1)]
+    said = {
+        "model_type": "ColBERT",
+        "prompts": {},
+        "default_prompt_name": None,
+        "similarity_fn_name": "MaxSim",
+        "query_prefix": late.query_marker or "",
+        "document_prefix": late.document_marker or "",
+        "query_length": late.query_length,
+        "document_length": late.document_length,
+        "do_query_expansion": late.expanded,
+        "attend_to_expansion_tokens": late.attended,
+        "skiplist_words": list(late.skipped),
+    }
+    bounds = {"max_seq_length": late.document_length, "do_lower_case": False}
+    files = folder_files(kinds, said, bounds)
+    for (_, part), layer in zip(kinds[1:], layers, strict=True):
+        files |= layer.files(part)
+    return files
+
+
+def folder_files(
+    modules: Sequence[tuple[str, str]], settings: Mapping[str, Any], bounds: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """Return the small files at the root of a folder of sentence-transformers.
+
+    Args:
+        modules: type and folder of each module.
+        settings: of ``config_sentence_transformers.json``; empty for none.
+        bounds: of ``sentence_bert_config.json``; empty for none.
+    """
+    listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(modules)]
+    said = {
+        "modules.json": listed, "config_sentence_transformers.json": settings, "sentence_bert_config.json": bounds,
+    }  # fmt: skip
+    return {name: json_bytes(value) for name, value in said.items() if value}

@@ -20,9 +20,9 @@ from torch import Tensor
 from flodl.errors import CheckpointError, capped, printable
 from flodl.files import POINTER_ADVICE, is_pointer
 from flodl.system import read_at
-from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, Shard, map_extents, read_extents
+from flodl_hf.checkpoints.weights.manifest import DTYPES, Shard, map_extents, read_extents
 from flodl_hf.checkpoints.weights.prefetch import Extent
-from flodl_hf.checkpoints.weights.restricted_unpickler.program import (
+from flodl_hf.checkpoints.weights.torch_program import (
     Machine,
     StorageRecord,
     TensorRecord,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from flodl.errors import ConfigError, printable, shown
-from flodl_hf.checkpoints.weights.checkpoint.folder import Checkpoint
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import is_entry, read_member
+from flodl_hf.checkpoints.folders import is_entry, read_member
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 
 _MOST = 1 << 30
 _SETTINGS = "config.json"
@@ -53,23 +53,6 @@ def module_files(
         stored = {key: tensor.contiguous() for key, tensor in tensors.items()}
         found[f"{part}/model.safetensors"] = save(stored, {"format": "pt"})
     return found
-
-
-def folder_files(
-    modules: Sequence[tuple[str, str]], settings: Mapping[str, Any], bounds: Mapping[str, Any]
-) -> dict[str, bytes]:
-    """Return the small files at the root of a folder of sentence-transformers.
-
-    Args:
-        modules: type and folder of each module.
-        settings: of ``config_sentence_transformers.json``; empty for none.
-        bounds: of ``sentence_bert_config.json``; empty for none.
-    """
-    listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(modules)]
-    said = {
-        "modules.json": listed, "config_sentence_transformers.json": settings, "sentence_bert_config.json": bounds,
-    }  # fmt: skip
-    return {name: json_bytes(value) for name, value in said.items() if value}
 
 
 def json_bytes(value: Any) -> bytes:

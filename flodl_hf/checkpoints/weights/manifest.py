@@ -22,7 +22,7 @@ from flodl.checkpoint.tensor_bytes import TORCH_DTYPES as DTYPES
 from flodl.errors import CheckpointError, UnsafeFileError, capped, printable
 from flodl.safetensors_header import read_header
 from flodl.system import read_at
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import plain_name_fault
+from flodl_hf.checkpoints.folders import plain_name_fault
 from flodl_hf.checkpoints.weights.prefetch import Extent, cut, extents_of, fill, memory_of
 
 Layout = Literal["single", "sharded", "bin", "bin-sharded"]

@@ -1,4 +1,4 @@
-"""Weights that stay in their files: the conditions, and the tensors that are memory-mapped.
+"""What a load leaves with a model: its report and source, and the tensors that stay in their files.
 
 Decides whether weights exceed the free memory, and which weights cannot stay on disk. How
 predictions are computed from them is in `flodl_hf.inference.layers_from_disk`.
@@ -12,18 +12,19 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flodl.errors import ConfigError, nearest
+from flodl.errors import ConfigError, capped, nearest, visible
 from flodl.memory import available_memory
-from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES, SourceManifest
+from flodl_hf.checkpoints.weights.manifest import DTYPES, SourceManifest
 
 Weights = Literal["memory", "disk"]
 _MADV_DONTNEED = 4  # asm-generic/mman-common.h
@@ -165,3 +166,114 @@ def _release_pages(address: int, length: int) -> None:
     if end > begin:
         with contextlib.suppress(OSError, AttributeError, TypeError):
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)
+
+
+@dataclass
+class LoadReport:
+    """What became of every tensor of the source, and of the model.
+
+    Attributes:
+        source: origin of the tensors.
+        head: the task the model was loaded for.
+        source_head: the task the file was written for, or None if it states none.
+        matched: our filled names, with the stored name of each.
+        renamed: stored names that are not current Hugging Face names, with the current ones.
+        ignored: stored names that this model does not use, with the reason.
+        unexpected: the ignored names that are unknown and outside the model; loading warns of them.
+        new: our names that the file does not have; they have fresh random values.
+        tied: our names that share the tensor of another.
+        untied: ties in the configuration that the file's values contradict.
+        dtypes: how many tensors of each stored dtype were used.
+        prefixed: whether encoder tensors carry the family's prefix in the file.
+        notes: anything else worth knowing.
+    """
+
+    source: str
+    head: str
+    source_head: str | None = None
+    matched: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    unexpected: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    untied: tuple[str, ...] = ()
+    dtypes: dict[str, int] = field(default_factory=dict)
+    prefixed: bool = True
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def trained(self) -> bool:
+        """Whether every tensor came from the file, so that predictions are meaningful."""
+        return not self.new
+
+    def __repr__(self) -> str:
+        named = {"new": self.new, "ignored": self.ignored, "renamed": self.renamed, "notes": self.notes}
+        more = "".join(f", {len(found)} {name}" for name, found in named.items() if found)
+        return f"LoadReport({self.head} from {self.source}: {len(self.matched)} tensors{more})"
+
+    def __str__(self) -> str:
+        lines = [f"{self.source}: {len(self.matched)} tensors for {self.head}"]
+        if self.tied:
+            lines.append(f"tied: {', '.join(self.tied)}")
+        if self.untied:
+            lines.append(f"not tied, because the file's values differ: {', '.join(self.untied)}")
+        if self.renamed:
+            lines.append(f"{len(self.renamed)} names in an older style")
+        if self.new:
+            lines.append(f"new, untrained:\n{capped(list(self.new))}")
+        if self.ignored:
+            lines.append(f"not used:\n{capped([f'{name}: {why}' for name, why in self.ignored.items()])}")
+        lines += self.notes
+        return "\n".join(lines)
+
+
+def warn_of_unexpected(report: LoadReport, stored: Mapping[str, Any], stacklevel: int) -> None:
+    """Warn once of unknown tensors that are ignored, as transformers does.
+
+    Args:
+        report: of the load.
+        stored: headers by name, with shape and file.
+        stacklevel: as for `warnings.warn`, of the caller of this function.
+    """
+    if not (names := report.unexpected):
+        return
+    files = ", ".join(sorted({visible(stored[name].file) for name in names}))
+    lines = [f"{visible(name)} {list(stored[name].shape)}" for name in names]
+    warnings.warn(
+        f"{report.source}: {len(names)} tensor(s) of {files} belong to no module of this {report.head} model and are "
+        f"ignored, as by transformers:\n{capped(lines)}\n"
+        "The file may be for another task; select it with head=; strict_config=True refuses such a file.",
+        stacklevel=stacklevel + 1,
+    )
+
+
+@dataclass
+class Source:
+    """Source of a loaded model: everything needed to write it back unchanged.
+
+    Attributes:
+        name: the repository or path as the caller gave it.
+        folder: the local folder.
+        commit: the resolved Hub commit, or None.
+        manifest: names, dtypes, shapes and order of the stored tensors.
+        placed: our name -> stored name.
+        duplicates: stored names that repeat another, ``(repeated, kept)``.
+        carried: stored tensors that the model does not use and an unchanged export writes back.
+        kept: the carried names that any export writes, as named in new files.
+        same_head: the file was written for the head that was loaded.
+        config_text: the text of ``config.json``.
+        tokenizer_files: files of a folder without a loaded tokenizer, by name, byte for byte.
+    """
+
+    name: str
+    folder: Path
+    commit: str | None
+    manifest: SourceManifest = field(repr=False)
+    placed: Mapping[str, str] = field(repr=False)
+    duplicates: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    carried: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    kept: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    same_head: bool = True
+    config_text: str = field(default="", repr=False)
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict, repr=False)

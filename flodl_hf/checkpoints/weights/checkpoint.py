@@ -14,7 +14,8 @@ from types import TracebackType
 from torch import Tensor
 
 from flodl.errors import CheckpointError, capped, nearest, printable
-from flodl_hf.checkpoints.weights.checkpoint.manifest import (
+from flodl_hf.checkpoints.folders import BIN, BIN_INDEX, SAFETENSORS, SAFETENSORS_INDEX, Folder, inside
+from flodl_hf.checkpoints.weights.manifest import (
     INDEX_LIMIT,
     Layout,
     Shard,
@@ -24,8 +25,6 @@ from flodl_hf.checkpoints.weights.checkpoint.manifest import (
     check_shards,
     parse_index,
 )
-from flodl_hf.checkpoints.weights.checkpoint.safe_open import Folder, inside
-from flodl_hf.checkpoints.weights.file_names import BIN, BIN_INDEX, SAFETENSORS, SAFETENSORS_INDEX
 from flodl_hf.errors import MissingWeightsError
 
 _BIN_ENDS = (".bin", ".pt")
@@ -228,7 +227,7 @@ def _open_shard(folder: Folder, name: str, stack: ExitStack) -> Shard:
     descriptor = folder.open(name)
     where = str(folder.path / name)
     if name.endswith(_BIN_ENDS):
-        from flodl_hf.checkpoints.weights.restricted_unpickler.shard import BinShard
+        from flodl_hf.checkpoints.weights.torch_file import BinShard
 
         shard: Shard = BinShard(descriptor, name, where)
     else:

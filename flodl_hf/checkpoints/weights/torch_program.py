@@ -2,7 +2,7 @@
 
 Decides which instructions are supported (pickle protocol 2 as ``torch.save`` emits it for tables of tensors), limits
 the work of a program, and checks that a tensor uses only bytes of its storage. Nothing is imported or called.
-The byte offsets of storages are in :mod:`flodl_hf.checkpoints.weights.restricted_unpickler.shard`.
+The byte offsets of storages are in :mod:`flodl_hf.checkpoints.weights.torch_file`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from flodl.errors import CheckpointError, FlodlError, UnsafeFileError, capped, printable
 from flodl.safetensors_header import name_fault
-from flodl_hf.checkpoints.weights.checkpoint.manifest import DTYPES
+from flodl_hf.checkpoints.weights.manifest import DTYPES
 
 _MAX_STEPS = 3_000_000  # a table of tensors takes about 25 instructions for each
 _PROTOCOL = 2
