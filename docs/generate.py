@@ -372,10 +372,6 @@ def described(doc: str) -> str:
     return "\n".join(lines)
 
 
-DEPRECATED = "Deprecated; "
-"""Begins the help of options that are former names of others."""
-
-
 def cli_page() -> str:
     """Return every command with its arguments and options."""
     import typer
@@ -385,11 +381,9 @@ def cli_page() -> str:
     sections = []
     for name, command in commands_of(typer.main.get_command(app)):
         usage = [f"flodl-hf {name}"]
-        rows, former = [], []
+        rows = []
         for parameter in command.params:
-            if help_of(parameter).startswith(DEPRECATED):
-                former.append(f"{code(parameter.opts[0])} ({help_of(parameter).removeprefix(DEPRECATED).rstrip('.')})")
-            elif parameter.param_type_name == "argument":
+            if parameter.param_type_name == "argument":
                 shown = parameter.metavar or parameter.name.upper()
                 usage.append(shown)
                 rows.append((code(shown), help_of(parameter), ""))
@@ -397,8 +391,6 @@ def cli_page() -> str:
                 rows.append((", ".join(map(code, parameter.opts)), help_of(parameter), default_of(parameter)))
         sections += [f"## {name}", f"`{' '.join(usage)} [OPTIONS]`", inspect.cleandoc(command.help or "")]
         sections.append(table(("argument or option", "meaning", "default"), rows))
-        if former:
-            sections.append(f"Deprecated names: {', '.join(former)}.")
     return joined("# Command line", NOTE, "Guide: [the command line](../guides/cli.md).", *sections)
 
 

@@ -46,15 +46,11 @@ class StrictCommand(TyperCommand):
         """Parse arguments.
 
         Raises:
-            typer.BadParameter: one option is given under two names with different values, data is given twice, or an
-                option was removed.
+            typer.BadParameter: one option is given under two names with different values, or data is given twice.
         """
         options: list[Any] = self.params
         for option in options:
             option.hidden = (option.hidden or option.name in self.rare) and "--help-all" not in args
-        words = args[: args.index("--")] if "--" in args else args
-        if "--force" in words and self.name in ("convert", "demo", "export", "merge"):
-            raise typer.BadParameter("--force: this option was removed; use --overwrite", ctx=ctx)
         args = ["--help"] if "--help-all" in args else spelled(args)
         for option in options:
             names = names_given(option, args)

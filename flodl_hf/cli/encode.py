@@ -7,7 +7,7 @@ from typing import Any
 
 from flodl_hf.cli import options as shared
 from flodl_hf.cli.choices import ON_ERROR, STORES
-from flodl_hf.cli.options import FILE, REQUIRED, chosen, option, replace_aliases, with_parameters
+from flodl_hf.cli.options import FILE, REQUIRED, chosen, option, with_parameters
 from flodl_hf.cli.shared import reporting
 
 _KEEP = "Columns to keep next to the vector: all, none, or a,b; by default all."
@@ -25,11 +25,9 @@ OPTIONS = (
     option("prompt_name", str, "A prompt of the folder, put before each text."),
     option("route", str, _ROUTE),
     shared.LONG,
-    shared.WINDOWS,
     option("on_error", ON_ERROR, _ON_ERROR, default="stop", panel=FILE),
     shared.PART_ROWS,
     shared.OVERWRITE,
-    shared.RESTART,
     shared.DEVICES,
     shared.PRECISION,
     shared.BATCH_SIZE,
@@ -55,5 +53,5 @@ def command(model: str, source: str, out: Path, device: str, json_output: bool, 
 
     check_target(out, SUFFIXES)
     expect_tokenizer(model, "encode")
-    options, empty = replace_aliases(chosen(values, OPTIONS)), "they have the vector of an empty text"
+    options, empty = chosen(values, OPTIONS), "they have the vector of an empty text"
     process_file("encode_file", model, source, out, options, device, json_output, doing="encoding", empty=empty)

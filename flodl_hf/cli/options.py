@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from flodl_hf.cli.choices import FORMATS, LONG_TEXTS, ON_ERROR, PRECISIONS, WEIGHTS, complete_task, task_word
-from flodl_hf.errors import PredictError
 from flodl_hf.families.schema.tasks import HEADS
 
 Parameter = inspect.Parameter
@@ -60,21 +59,6 @@ def chosen(values: dict[str, Any], rows: Iterable[Parameter]) -> dict[str, Any]:
     return {row.name: values[row.name] for row in rows if values[row.name] != row.default}
 
 
-def replace_aliases(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options with ``--windows`` and ``--strict`` replaced by ``--long-texts``.
-
-    Raises:
-        PredictError: more than one of the three is given.
-    """
-    given = [name for name in ("long_texts", *_ALIASES) if name in options]
-    if len(given) > 1:
-        both = [f"--{name.replace('_', '-')}" for name in given]
-        raise PredictError(f"found {' and '.join(both)}, expected one of them. Pass only --long-texts.", problems=both)
-    return {"long_texts" if name in _ALIASES else name: _ALIASES.get(name, value) for name, value in options.items()}
-
-
-_ALIASES = {"windows": "windows", "strict": "error"}
-"""Options with the value of ``--long-texts`` that each of them sets."""
 FILE, RUN = "A file of texts", "How it runs"
 MODEL = argument("model", str, "MODEL", "A local folder or a Hub name: owner/name or owner/name@revision.")
 HEAD = option("head", str, "The task, by any of its names; auto is the task of the file.", default="auto",
@@ -92,7 +76,6 @@ _SOURCE = "CSV, TSV, JSON lines, Parquet, Arrow or text file (a row a line); - i
 _ON_ERROR = "Rows that cannot be answered; null writes no answer and the reason."
 _DEVICES = "How many processes, or their devices: 2, cuda:0,cuda:1, or auto for all."
 _LONG_TEXTS = "How long texts are read; by default vectors truncate them, and other tasks read windows."
-_WINDOWS = "Deprecated; use --long-texts windows."
 _WEIGHTS = "disk leaves them in their files and reads layer by layer; the default if memory is too small."
 SOURCE = option("source", str, _SOURCE, "--in", "-i", default=REQUIRED, panel=FILE)
 FORMAT = option("format", FORMATS, "By default by the suffix of the file.", panel=FILE)
@@ -101,11 +84,9 @@ ON_ERRORS = option("on_error", ON_ERROR, _ON_ERROR, default="stop", panel=FILE)
 PART_ROWS = option("part_rows", int, "Rows in a part; 2,048 on a CPU, 32,768 on CUDA.", min=1, panel=FILE)
 OVERWRITE = option("overwrite", bool, "Start over: discard parts and output of an earlier run.", default=False,
                    panel=FILE)  # fmt: skip
-RESTART = option("restart", bool, "Deprecated; use --overwrite.", default=False, panel=FILE, hidden=True)
 DEVICES = option("devices", str, _DEVICES, panel=FILE)
 BATCH_SIZE = option("batch_size", int, "Most texts of a batch; by default what suits the device.", min=1, panel=RUN)
 LONG = option("long_texts", LONG_TEXTS, _LONG_TEXTS, panel=RUN)
-WINDOWS = option("windows", bool, _WINDOWS, default=False, panel=RUN, hidden=True)
 PRECISION = option("precision", PRECISIONS, "Default: the dtype of the weights.", panel=RUN)
 WEIGHT = option("weights", WEIGHTS, _WEIGHTS, panel=RUN)
 DEVICE = option("device", str, "cpu, cuda, cuda:1, mps, or auto for the best device there is.", default="auto",

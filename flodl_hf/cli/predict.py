@@ -25,7 +25,7 @@ from flodl_hf.cli import STARTED
 from flodl_hf.cli import options as shared
 from flodl_hf.cli.choices import AGGREGATIONS
 from flodl_hf.cli.command import StrictCommand
-from flodl_hf.cli.options import FILE, RUN, argument, chosen, option, replace_aliases, with_parameters
+from flodl_hf.cli.options import FILE, RUN, argument, chosen, option, with_parameters
 from flodl_hf.cli.path_checks import check_places
 from flodl_hf.cli.shared import (
     as_json,
@@ -49,7 +49,6 @@ MOST_DRAWN = 1_000
 """Most answers that --html draws."""
 ANSWERS = "Answers"
 _THRESHOLD = "Least score of a label, for classes; tuned for the thresholds stored in the model."
-_STRICT = "Deprecated; use --long-texts error."
 _HTML = "Also write the answers as a page, drawn as notebooks draw them; at most 1,000."
 _OUT = "File to write: .jsonl, .csv, .tsv or .parquet; - is standard output."
 TEXT = argument("text", list[str] | None, "TEXT", "Texts; none reads lines from stdin.", None)
@@ -61,9 +60,7 @@ OPTIONS = (
     option("aggregation", AGGREGATIONS, "What carries an entity's label.", panel=ANSWERS),
     option("no_answer", bool, "Allow 'there is no answer', for question answering.", default=False,
            panel=ANSWERS),
-    option("strict", bool, _STRICT, "--strict/--no-strict", default=False, panel=ANSWERS, hidden=True),
     shared.LONG,
-    shared.WINDOWS,
     shared.PRECISION,
     shared.BATCH_SIZE,
     option("batch_invariant", bool, "Let an answer depend on its text alone, bit for bit; slower.", "--batch-invariant",
@@ -89,7 +86,6 @@ FILES = (
     shared.ON_ERRORS,
     shared.PART_ROWS,
     shared.OVERWRITE,
-    shared.RESTART,
     shared.DEVICES,
 )
 """Keywords of `flodl_hf.jobs.predict_file` in addition to those of `OPTIONS`."""
@@ -131,7 +127,6 @@ def command(
     order (--query). A file may have any number of rows; the same command resumes an interrupted run.
     """
     options, files, loading = (chosen(values, rows) for rows in (OPTIONS, FILES, LOADING))
-    options = replace_aliases(options)
     if "threshold" in options:
         with suppress(ValueError):  # "tuned" stays a word, and other words are refused by `predict`
             options["threshold"] = float(options["threshold"])

@@ -38,8 +38,6 @@ def reporting(command: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with warnings.catch_warnings(), worded(partial(in_options, options=option_names(command))):
             warnings.showwarning = partial(_warn, command)
-            # By default Python does not show warnings about former names of options.
-            warnings.filterwarnings("default", category=DeprecationWarning, module=r"flodl_hf\.cli\.")
             try:
                 check_places(command.__module__.rpartition(".")[2], kwargs)
                 return command(*args, **kwargs)

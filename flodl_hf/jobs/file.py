@@ -106,8 +106,6 @@ def predict_file(
         DataError: the input or a row of it is invalid; ``rows`` lists the rows.
         PredictError: parts of another job or an output exist, the disk is full, or an option is invalid.
     """
-    options = with_overwrite(options)
-    overwrite = options.pop("overwrite", overwrite)
     job = {k: v for k, v in locals().items() if k not in (*_OWN, "options")} | options
     rank = Rank() if devices is not None else Rank.from_env()
     path, out = Path(source), Path(target)
@@ -225,15 +223,7 @@ def encode_file(
     if not isinstance(model, (str, os.PathLike)) and getattr(model, "head", None) != "base":
         raise PredictError("encode_file: the model has no vectors. Load it as an encoder (AutoModel, head='base').")
     kept = "none" if keep is None and out.suffix.lower() == ".npy" else keep
-    return predict_file(model, source, out, keep=kept, head="base", store=store, **with_overwrite(how))
-
-
-def with_overwrite(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options with ``restart``, the former name of ``overwrite``, replaced."""
-    if "restart" not in options:
-        return options
-    warnings.warn("restart= is deprecated; use overwrite=", DeprecationWarning, stacklevel=3)
-    return {"overwrite" if name == "restart" else name: value for name, value in options.items()}
+    return predict_file(model, source, out, keep=kept, head="base", store=store, **how)
 
 
 _OWN = ("devices", "device", "overwrite", "on_progress", "should_stop", "job")

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flodl_hf.errors import PredictError
-from flodl_hf.jobs.file import with_overwrite
 from flodl_hf.jobs.partitions import Partitions
 from flodl_hf.jobs.run import FileResult
 
@@ -113,7 +112,7 @@ def predict_file(
             problems=short,
         )
     paths = {"model": os.fspath(model), "source": os.fspath(source), "target": os.fspath(target)}
-    job = {**with_overwrite(options), **paths}
+    job = {**options, **paths}
     task = ray.remote(_rank).options(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=3)
     return ray.get([task.remote(job, rank, workers) for rank in range(workers)])[0]
 

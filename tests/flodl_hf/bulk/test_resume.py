@@ -471,19 +471,3 @@ def test_memory_does_not_grow_with_the_file(suffix: str, folder: Any, tmp_path: 
     assert size > 25
     # A joined Parquet file holds one group of rows at a time besides.
     assert big - small < (15 if suffix == "jsonl" else 60), (small, big, size)
-
-
-def test_the_former_name_of_overwrite_works_with_a_warning(
-    model: Any, folder: Any, numbered: Any, tmp_path: Path
-) -> None:
-    from_cli = pytest.importorskip("typer.testing")
-    from flodl_hf.cli.app import app
-
-    source, out = numbered(4), tmp_path / "out.jsonl"
-    out.write_text("older")
-    with pytest.warns(DeprecationWarning, match="overwrite="):
-        assert predict_file(model(), source, out, restart=True).rows == 4
-    args = ["predict", str(folder(HEAD)), "--in", str(source), "--out", str(out), "--restart"]
-    done = from_cli.CliRunner().invoke(app, args)
-    assert done.exit_code == 0, done.stderr
-    assert "use --overwrite" in done.stderr

@@ -35,17 +35,3 @@ def test_work_is_not_replaced_by_a_demo(labels: tuple[str, ...], more: str, tmp_
     assert f"{folder}: contains files of other origin" in done.stderr
     assert "--overwrite" in done.stderr
     assert (folder / "model.safetensors").read_bytes() == b"hours of work"
-
-
-@pytest.mark.parametrize("words", [["demo"], ["export", "m", "--out", "o"], ["merge", "m", "a", "--out", "o"]])
-def test_the_former_option_names_its_replacement(words: list[str]) -> None:
-    done = typer_testing.CliRunner().invoke(app, [*words, "--force"])
-    assert done.exit_code == 2
-    assert "--overwrite" in done.stderr
-
-
-@pytest.mark.parametrize("words", [["finetune", "m", "--force"], ["demo", "--", "--force"]])
-def test_other_words_have_no_former_option(words: list[str]) -> None:
-    done = typer_testing.CliRunner().invoke(app, words)
-    assert done.exit_code == 2
-    assert "--overwrite" not in done.stderr

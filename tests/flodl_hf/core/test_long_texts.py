@@ -133,24 +133,11 @@ def test_the_command_line_has_one_option(saved: Callable[..., Path], tmp_path: P
     (code, windows), (_, usual) = predict("--long-texts", "windows"), predict()
     assert code == 0
     assert windows == usual != predict("--long-texts", "truncate")[1]
-    refused = predict("--long-texts", "error")
-    assert refused == predict("--strict")
-    assert json.loads(refused[1])["error"] == "TextTooLongError"
-    assert json.loads(predict("--long-texts", "error", "--strict")[1])["error"] == "PredictError"
-    assert predict("--windows")[1] == windows
-    assert json.loads(predict("--long-texts", "truncate", "--windows")[1])["error"] == "PredictError"
+    assert json.loads(predict("--long-texts", "error")[1])["error"] == "TextTooLongError"
     vectors = partial(run, "predict", encoder, LONG, "--json")
-    assert (
-        vectors("--long-texts", "windows") == vectors("--windows") != vectors("--long-texts", "truncate") == vectors()
-    )
+    assert vectors("--long-texts", "windows") != vectors("--long-texts", "truncate") == vectors()
     source = tmp_path / "texts.txt"
     source.write_text(LONG)
-    for name, option in {"new": ["--long-texts", "windows"], "old": ["--windows"], "usual": []}.items():
+    for name, option in {"windows": ["--long-texts", "windows"], "usual": []}.items():
         assert run("encode", encoder, "--in", source, "--out", tmp_path / f"{name}.npy", *option)[0] == 0
-    answers = [tmp_path / f"{name}.jsonl" for name in ("new", "old")]
-    for out, option in zip(answers, (["--long-texts", "windows"], ["--windows"]), strict=True):
-        assert run("predict", model, "--in", source, "--out", out, *option)[0] == 0
-    assert answers[0].read_text() == answers[1].read_text()
-    new, old, usual_vectors = (np.load(tmp_path / f"{name}.npy") for name in ("new", "old", "usual"))
-    assert np.array_equal(new, old)
-    assert not np.array_equal(new, usual_vectors)
+    assert not np.array_equal(np.load(tmp_path / "windows.npy"), np.load(tmp_path / "usual.npy"))

@@ -22,9 +22,8 @@ from flodl_hf.cli.error_text import in_options, option_names  # noqa: E402
 SPELLED = [
     (predict, "keep other columns (keep=text), or", "keep other columns (--keep text), or"),
     (predict, "not clear; name it: text_column=. The", "not clear; name it: --text-column. The"),
-    (predict, "strict=False or strict=True", "--no-strict or --strict"),
     (predict, "a column 'keep=3' of transformers' files", "a column 'keep=3' of transformers' files"),
-    (predict, "start over with --restart (restart=True), which", "start over with --restart, which"),
+    (predict, "start over with --overwrite (overwrite=True), which", "start over with --overwrite, which"),
     (predict, "batch_invariant=False has no opposite", "batch_invariant=False has no opposite"),
     (predict, "format='tsv' is read", "--format tsv is read"),
     (finetune, "(new_head=False would keep it)", "(--set new_head=false would keep it)"),
