@@ -39,9 +39,9 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import families
 from flodl_hf.heads.auto import head_named
 from flodl_hf.inference.batch import Pooled
-from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.options import RunOptions
+from flodl_hf.inference.token_table import TokenTable
 from flodl_hf.parity.cell import Cell, settings_of
 from flodl_hf.parity.reference import load_reference, make_checkpoint
 from flodl_hf.serving.throughput import measure_peak, operations_of_token

@@ -139,7 +139,7 @@ def answers(model: EncoderModel, folder: str, rows: Sequence[dict[str, Any]]) ->
     """Compare the best answer to each question, by its words and place."""
     import transformers
 
-    from flodl_hf.inference.decode.compat.question_answering import question_answering
+    from flodl_hf.inference.transformers_results import question_answering
     from flodl_hf.parity.reference import load_reference
 
     assert model.tokenizer is not None

@@ -98,6 +98,7 @@ _MOVED = {
     "endpoint_checks": "parity.endpoint_checks",
     "export.onnx_session": "parity.onnx_session",
     "finetuning": "training",
+    "inference.decode": "inference",
     "heads.auto.pipelines": "compat.pipelines",  # auto.pipelines, with the row of auto
     "integrations": "compat",
     "ray": "jobs.ray",

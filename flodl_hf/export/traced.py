@@ -106,7 +106,7 @@ class Traced(nn.Module):
         return outputs
 
     def _pooled(self, outputs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
-        from flodl_hf.inference.decode.pooling import finish_embeddings, pool_padded
+        from flodl_hf.inference.pooling import finish_embeddings, pool_padded
 
         assert self._recipe is not None
         states, pooler = outputs["last_hidden_state"], outputs.get("pooler_output")

@@ -28,11 +28,11 @@ from flodl_hf.heads.vectors import (
     token_embeddings,
 )
 from flodl_hf.inference.batch import Pooled
-from flodl_hf.inference.decode.pooling import Pooling, check_pooling, finish_embeddings
 from flodl_hf.inference.graph_model import route_within
 from flodl_hf.inference.inputs import Encoded, as_text_list, encode, prompted
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.pooling import Pooling, check_pooling, finish_embeddings
 from flodl_hf.inference.quantize import STORED_PRECISIONS, check_store, quantize_embeddings
 from flodl_hf.inference.similarity import Similarity, measure_of, pairwise_of, similarity_of
 from flodl_hf.inference.vectors import Vectors

@@ -20,11 +20,11 @@ from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, reci
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.vectors import changed_states, most_sentence_tokens, read_states
 from flodl_hf.inference.batch import Pending
-from flodl_hf.inference.decode.pooling import finish_embeddings
 from flodl_hf.inference.graph_model import route_within
 from flodl_hf.inference.inputs import Encoded, as_text_list
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.pooling import finish_embeddings
 from flodl_hf.inference.token_table import table_of
 from flodl_hf.models.encoder_model import EncoderModel
 

@@ -16,11 +16,11 @@ from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import CHOICES
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.inference.batch import Pending, Scores
-from flodl_hf.inference.decode.classes import Ranked, mean_over_windows
+from flodl_hf.inference.classes import mean_over_windows
 from flodl_hf.inference.inputs import Encoded, encode
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
-from flodl_hf.inference.results import Ranking
+from flodl_hf.inference.results import Ranked, Ranking
 from flodl_hf.models.outputs import MultipleChoiceOutput
 from flodl_hf.nn.task_heads import check_labels
 

@@ -16,7 +16,7 @@ from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import PAIRS
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.inference.batch import Pending, Related, Scores
-from flodl_hf.inference.decode.classes import decode_classes
+from flodl_hf.inference.classes import decode_classes
 from flodl_hf.inference.inputs import Encoded, encode, split_pairs
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session

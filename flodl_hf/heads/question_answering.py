@@ -15,12 +15,12 @@ from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import ANSWER
 from flodl_hf.inference.batch import Pending, Scores
-from flodl_hf.inference.decode.compat.question_answering import question_answering
-from flodl_hf.inference.decode.spans import decode_answers_batch
 from flodl_hf.inference.inputs import FIRST_PLACE, Encoded, as_text_list, encode, plain_pairs
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Answers
+from flodl_hf.inference.spans import decode_answers_batch
+from flodl_hf.inference.transformers_results import question_answering
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.models.outputs import QuestionAnsweringOutput
 from flodl_hf.nn.task_heads import span_loss

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.heads.prediction_keywords import MASKS
 from flodl_hf.heads.scoring import ScoringModel
-from flodl_hf.inference.batch import Pending, Scores
-from flodl_hf.inference.decode.entities import TagScheme, decode_entities_batch
-from flodl_hf.inference.decode.rows import Placed
+from flodl_hf.inference.batch import Pending, Placed, Scores
+from flodl_hf.inference.entities import TagScheme, decode_entities_batch
 from flodl_hf.inference.inputs import Encoded, as_text_list, encode
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session

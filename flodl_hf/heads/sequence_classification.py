@@ -22,7 +22,7 @@ from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import CLASSES, RERANK, ZERO_SHOT
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.inference.batch import Pending, Scores
-from flodl_hf.inference.decode.classes import (
+from flodl_hf.inference.classes import (
     Activation,
     Ranked,
     activation_for,
@@ -34,11 +34,11 @@ from flodl_hf.inference.decode.classes import (
     entailment_id,
     score_function,
 )
-from flodl_hf.inference.decode.compat.text_classification import text_classification, zero_shot_classification
 from flodl_hf.inference.inputs import Encoded, Text, as_text_list, encode, prompted, refuse_two_texts, split_pairs
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Labels, Ranking
+from flodl_hf.inference.transformers_results import text_classification, zero_shot_classification
 from flodl_hf.models.outputs import SequenceClassificationOutput
 from flodl_hf.nn.task_heads import check_labels, classification_loss
 

@@ -15,12 +15,12 @@ from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.heads.prediction_keywords import ENTITIES
 from flodl_hf.heads.scoring import ScoringModel
 from flodl_hf.inference.batch import Pending, Scores
-from flodl_hf.inference.decode.compat.token_classification import token_classification
-from flodl_hf.inference.decode.entities import Aggregation, TagScheme, decode_entities_batch
+from flodl_hf.inference.entities import Aggregation, TagScheme, decode_entities_batch
 from flodl_hf.inference.inputs import Encoded, as_text_list, encode
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Entities, is_empty
+from flodl_hf.inference.transformers_results import token_classification
 from flodl_hf.models.outputs import TokenClassificationOutput
 from flodl_hf.nn.task_heads import check_labels, token_loss
 from flodl_hf.tokenization.alignment import join_words

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from flodl_hf.heads.prediction_keywords import ZERO_SHOT
-from flodl_hf.inference.decode.compat.text_classification import text_classification, zero_shot_classification
 from flodl_hf.inference.inputs import Encoded
 from flodl_hf.inference.token_table import table_of
+from flodl_hf.inference.transformers_results import text_classification, zero_shot_classification
 
 
 def truncates(kwargs: Mapping[str, Any]) -> bool:

@@ -25,11 +25,11 @@ from flodl_hf.checkpoints.sentence.vectors import MultiVectorConfig, SparseVecto
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import LEXICAL
 from flodl_hf.inference.batch import Pending, Pooled, States, Work
-from flodl_hf.inference.decode.classes import mean_over_windows
-from flodl_hf.inference.decode.pooling import finish_embeddings, pool_padded
+from flodl_hf.inference.classes import mean_over_windows
 from flodl_hf.inference.inputs import Encoded, as_text_list, encode
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
+from flodl_hf.inference.pooling import finish_embeddings, pool_padded
 from flodl_hf.inference.token_table import table_of
 from flodl_hf.inference.vectors import Vectors
 from flodl_hf.models.encoder_model import EncoderModel

@@ -9,8 +9,13 @@ engine          rows through a prepared graph; memory that runs out
 cuda_graphs     batches recorded as CUDA graphs
 pipeline        the loop of a call: encode, forward pass, decode, window after window
 batch_variance  how far answers depend on what else is in the batch
-decode          scores and offsets to typed answers
+classes         scores to labels and rankings
+entities        scores and offsets to entities; words finds the words
+spans           scores and offsets to answers
+pooling         states of tokens to vectors of texts
+metrics         figures of entities, answers and language models
 results         lists of answers, as JSON and tables
+transformers_results  results as transformers' pipelines give them
 result_pages    results as HTML for notebooks
 graph_model     a graph with its configuration, tokenizer and source
 hidden_states   intermediate values of one call; embeddings instead of ids

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import Placed, TokenTable
+from flodl_hf.inference.token_table import TokenTable
 from flodl_hf.nn.layout import Layout, Padded
 from flodl_hf.nn.prompts import prefix_of
 
@@ -34,6 +34,30 @@ COUNTED: ContextVar[Callable[[int], None] | None] = ContextVar("COUNTED", defaul
 
 TRUNCATED: ContextVar[Callable[[int, int], None] | None] = ContextVar("TRUNCATED", default=None)
 """Called with the numbers of truncated texts and of their dropped tokens, instead of a warning."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """Values of the tokens of many rows, in whatever order they were computed.
+
+    Attributes:
+        values: ``(tokens, ...)``.
+        starts: where each row's first token is in ``values``, ``(rows,)``.
+    """
+
+    values: Tensor
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> Placed:
+        """Return the values of rows that are given one by one, in float32 on the CPU."""
+        sizes = np.array([len(part) for part in parts], np.int64)
+        return cls(torch.cat(list(parts)).detach().float().cpu(), np.cumsum(sizes) - sizes)
+
+    def rows(self, table: TokenTable) -> list[Tensor]:
+        """Return the values of each row, ``(tokens of the row, ...)``, in the order of the rows."""
+        starts = zip(self.starts.tolist(), table.lengths.tolist(), strict=True)
+        return [self.values[start : start + size] for start, size in starts]
 
 
 class Pending:
@@ -324,7 +348,7 @@ class Pooled:
     """One vector a text, in float32.
 
     Args:
-        names: poolings to concatenate, see `flodl_hf.inference.decode.pooling`; "pooler" is the model's own.
+        names: poolings to concatenate, see `flodl_hf.inference.pooling`; "pooler" is the model's own.
         size: keep so many features; None for all.
         norm: give each vector's length as one more feature: the host divides by it once windows are put together.
     """
@@ -336,7 +360,7 @@ class Pooled:
 
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
         """Return ``(texts, features)``."""
-        from flodl_hf.inference.decode.pooling import finish_embeddings, length_of, pool
+        from flodl_hf.inference.pooling import finish_embeddings, length_of, pool
 
         whole, led = all_states(graph, ids, types, layout)
         pooled = graph.get_submodule("pooler")(whole, layout=led) if "pooler" in self.names else None
@@ -357,7 +381,7 @@ class Splade:
 
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
         """Return ``(texts, words)``."""
-        from flodl_hf.inference.decode.pooling import over_texts
+        from flodl_hf.inference.pooling import over_texts
 
         found = self.pooling.activated(scored(graph, ids, types, layout, per_text=False).float())
         return over_texts(found, layout, self.pooling.strategy)

@@ -23,7 +23,7 @@ LARGE = (65_536, 16_384, 8_192, 4_096, 2_048, 1_024, 512)
 # Free memory of a device, in bytes, of which some is taken for that.
 ROOM = 8 << 30
 
-_IMPORTED = ("flodl_hf.nn.backends.choose", "flodl_hf.inference.pipeline", "flodl_hf.inference.decode.classes")
+_IMPORTED = ("flodl_hf.nn.backends.choose", "flodl_hf.inference.pipeline", "flodl_hf.inference.classes")
 
 
 class Warming:

@@ -20,10 +20,10 @@ from torch import Tensor
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import Batch, Pending, Work, batch_of, check_rows, plan_batches, usual_budget
 from flodl_hf.inference.cuda_graphs import SMALL, WAIT, Recorder
-from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.layers_from_disk import Given
 from flodl_hf.inference.options import Precision, RunOptions
 from flodl_hf.inference.prepared_graph import Prepared, holder
+from flodl_hf.inference.token_table import TokenTable
 from flodl_hf.nn.buckets import Buffer, bucket_of, laid_out, rounded
 from flodl_hf.nn.layout import Layout, Packed, Padded
 from flodl_hf.nn.prompts import prefix_of

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 
 from flodl_hf.errors import InputTypeError, PredictError, TokenizerError
-from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.token_table import (
     Frame,
+    TokenTable,
     cut_table,
     frame_of,
     framed,

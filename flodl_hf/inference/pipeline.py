@@ -26,11 +26,11 @@ from flodl.garbage_collection import gc_paused
 from flodl.progress import Progress
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import COUNTED, HEARD, TRUNCATED, Pending, Work
-from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.graph_model import warn_after_fork
 from flodl_hf.inference.inputs import FIRST_PLACE, Encoded
 from flodl_hf.inference.options import RunKeywords, RunOptions
 from flodl_hf.inference.results import Found, Results
+from flodl_hf.inference.token_table import TokenTable
 
 if TYPE_CHECKING:
     from flodl_hf.inference.engine import Engine, Fleet

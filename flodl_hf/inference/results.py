@@ -1,6 +1,6 @@
 """What predictions come back in: sequences of records that know their text, and so whether it was empty.
 
-Each contains the records of `flodl_hf.inference.decode`, and has the attributes of its best record, so that
+Each contains the records of the decoders, and has the attributes of its best record, so that
 ``model.predict(text).label`` is the label and ``model.predict(text)[1]`` the second best. All of them become JSON
 types by ``to_dict``, a table by ``pandas.DataFrame(result)``, and HTML in a notebook.
 
@@ -13,21 +13,147 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
+from functools import cache
+from typing import Any, ClassVar, TypeVar, overload
 
-from flodl_hf.inference.decode.rows import Record
+from flodl_hf.errors import PredictError
 from flodl_hf.inference.result_pages import list_page, page_of
-
-if TYPE_CHECKING:
-    from flodl_hf.inference.decode.classes import Classification, Ranked  # noqa: F401
-    from flodl_hf.inference.decode.entities import Entity  # noqa: F401
-    from flodl_hf.inference.decode.spans import Answer  # noqa: F401
 
 __all__ = ["Answers", "Entities", "Fill", "Fills", "Found", "Labels", "Ranking", "Results"]
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Found[Any]")
+
+
+NAMES = {"entity": "label", "entity_group": "label", "answer": "text", "token_str": "token"}
+"""Names of transformers' pipelines for fields of records."""
+
+
+class Record:
+    """A record with fields that can also be read by key, as in transformers' pipelines: ``record["score"]``."""
+
+    __slots__ = ()
+
+    def __getitem__(self, name: str) -> Any:
+        known = self.keys()
+        ours = name if name in known else NAMES.get(name)
+        if ours not in known:
+            raise KeyError(f"{name!r}; expected one of {', '.join(known)}")
+        return getattr(self, ours)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the fields."""
+        return tuple(field.name for field in fields(self))  # type: ignore[arg-type]
+
+
+@cache
+def _draft(kind: type) -> Any:
+    names = [(field.name, Any) for field in fields(kind)]
+    # Of the same slots, which is what lets an instance become one of ``kind``.
+    return make_dataclass(
+        f"_{kind.__name__}", names, bases=kind.__bases__, slots=True, eq=False, repr=False, match_args=False
+    )
+
+
+def build_records(kind: type[T], *columns: Iterable[Any]) -> list[T]:
+    """Return ``[kind(*values) for values in zip(*columns)]``, without the checks in ``__post_init__``.
+
+    Args:
+        kind: a dataclass with slots.
+        columns: the values of each of its fields, in order.
+    """
+    found = list(map(_draft(kind), *columns))
+    for record in found:
+        record.__class__ = kind
+    return found
+
+
+def not_finite(task: str) -> PredictError:
+    """Return the error for logits that are not finite."""
+    return PredictError(
+        f"{task}: the logits are not finite; expected numbers; half precision may have overflowed, "
+        "so predict in float32 or bfloat16"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Classification(Record):
+    """One label of a text.
+
+    Attributes:
+        label: the name.
+        score: probability from 0 to 1; for a regression the value itself.
+        windows: number of windows of the text that the score is the mean of.
+    """
+
+    label: str
+    score: float
+    windows: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked(Record):
+    """One document of a ranking.
+
+    Attributes:
+        index: its place in the caller's list.
+        score: how well it fits, in the units of the chosen activation.
+        windows: number of windows of the document; the best of them gave the score.
+        text: the document, where the ranking knows it.
+        empty: the document or the query is nothing but white space. The score is the model's for such a pair.
+    """
+
+    index: int
+    score: float
+    windows: int = 1
+    text: str = ""
+    empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entity(Record):
+    """A labelled piece of a text.
+
+    Attributes:
+        label: the entity's name without prefix (``PER``); the full label (``B-PER``) where nothing is
+            aggregated.
+        score: mean of the probabilities of the words' labels, from 0 to 1.
+        start: first character.
+        end: character after the last one.
+        word: exactly ``text[start:end]``, never empty, without outer white space.
+        words: first word index and the one after the last, as the tokenizer counts words; for pre-split input
+            these are places in the caller's list. -1 where the tokenizer has no words.
+        tokens: first token and the one after the last, in the token stream of the whole text, specials not
+            counted.
+    """
+
+    label: str
+    score: float
+    start: int
+    end: int
+    word: str
+    words: tuple[int, int]
+    tokens: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Record):
+    """A span of a context, or the statement that the context contains no answer.
+
+    Attributes:
+        text: exactly ``context[start:end]``; empty for no answer.
+        score: probability that the answer begins and ends here, from 0 to 1.
+        start: first character, 0 for no answer.
+        end: character after the last one, 0 for no answer.
+        no_answer: True if the context contains no answer.
+    """
+
+    text: str
+    score: float
+    start: int
+    end: int
+    no_answer: bool = False
 
 
 def is_empty(item: Any) -> bool:
@@ -206,7 +332,7 @@ def _input(description: str, part: int | None = None) -> Any:
     return property(lambda result: result.source if part is None else result.source[part], doc=description)
 
 
-class Labels(Found["Classification"]):
+class Labels(Found[Classification]):
     """The labels of one text with their scores, best first; ``label`` and ``score`` are the best one's.
 
     A text without any, because it is empty or no label reaches the threshold, has None.
@@ -222,7 +348,7 @@ class Labels(Found["Classification"]):
     windows: int | None = _best("windows", "In how many windows the text was read.")
 
 
-class Entities(Found["Entity"]):
+class Entities(Found[Entity]):
     """The entities of one text, in its order."""
 
     __slots__ = ()
@@ -237,7 +363,7 @@ class Entities(Found["Entity"]):
         return self.to_rows()
 
 
-class Answers(Found["Answer"]):
+class Answers(Found[Answer]):
     """The answers to one question, best first; ``text``, ``score``, ``start`` and ``end`` are the best one's.
 
     Equal to an `Answer` if that is the only one. An empty context has no answers; the properties are then None.
@@ -313,7 +439,7 @@ class Fills(Found[list[Fill]]):
         return [{"mask": number, **plain(fill)} for number, fills in enumerate(self) for fill in fills]
 
 
-class Ranking(Found["Ranked"]):
+class Ranking(Found[Ranked]):
     """Documents in the order in which they fit a query; ``source`` is the query."""
 
     __slots__ = ()

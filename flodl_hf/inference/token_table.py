@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from flodl_hf.inference.decode.rows import TokenTable, integers
 from flodl_hf.tokenization.blocks import packed
 from flodl_hf.tokenization.cuts import Cut, Cuts, Overflow, divided_text, plan_cuts
 
@@ -25,6 +24,55 @@ if TYPE_CHECKING:
     from flodl_hf.tokenization.blocks import Flat
     from flodl_hf.tokenization.cuts import Row
     from flodl_hf.tokenization.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTable:
+    """Many rows of tokens as flat arrays, concatenated, without an object for each.
+
+    Attributes:
+        ids: token ids, ``(tokens,)``.
+        types: token types, ``(tokens,)``; None where all are 0.
+        lengths: tokens of each row, ``(rows,)``.
+        owners: the text of each row, ``(rows,)``.
+        counts: content tokens of each row, specials left out, ``(rows,)``.
+        first_token: place of each row's first content token in its text's token stream, ``(rows,)``.
+        window: index of each row among the rows of its text, ``(rows,)``.
+        sequence: 0 or 1 for a token of the first or second text, -1 for a special, ``(tokens,)``.
+        offsets: character spans, ``(tokens, 2)``; None if not requested.
+        word_ids: word of each token, -1 for none, ``(tokens,)``; None if not requested.
+        nulls: column of each row's first special token, 0 where there is none, ``(rows,)``.
+    """
+
+    ids: np.ndarray
+    types: np.ndarray | None
+    lengths: np.ndarray
+    owners: np.ndarray
+    counts: np.ndarray
+    first_token: np.ndarray
+    window: np.ndarray
+    sequence: np.ndarray
+    offsets: np.ndarray | None
+    word_ids: np.ndarray | None
+    nulls: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def picked(self, tokens: np.ndarray, rows: np.ndarray) -> TokenTable:
+        """Return some tokens and some rows, each given by number or by flag, without adapting one to the other."""
+        found = []
+        for name in self.__slots__:
+            values = getattr(self, name)
+            of_tokens = name in ("ids", "types", "sequence", "offsets", "word_ids")
+            found.append(None if values is None else values[tokens if of_tokens else rows])
+        return TokenTable(*found)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where each row begins, ``(rows,)``."""
+        return np.cumsum(self.lengths) - self.lengths
+
 
 _ZERO = np.zeros(1, np.int64)
 
@@ -216,6 +264,13 @@ def of_encodings(
         word_ids = integers(map(attrgetter("word_ids"), encodings))
     owners = np.arange(rows) if owners is None else owners
     return TokenTable(ids, types, lengths, owners, counts, zeros, zeros, sequence, spans, word_ids, nulls)
+
+
+def integers(lists: Iterable[Sequence[int | None]]) -> np.ndarray:
+    """Return the values of lists end to end as int64, None as -1."""
+    found = np.concatenate([np.zeros(0), *(np.array(values, np.float64) for values in lists)])
+    found[np.isnan(found)] = -1
+    return found.astype(np.int64)
 
 
 def _laid_out(values: np.ndarray, sizes: list[Any], rows: int, dtype: Any) -> np.ndarray:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flodl_hf.inference.batch import Pending
-from flodl_hf.inference.decode.pooling import finish_embeddings
 from flodl_hf.inference.inputs import Encoded
+from flodl_hf.inference.pooling import finish_embeddings
 
 ALONE = 32_768
 """Numbers of which torch computes at most so many on one thread (``at::internal::GRAIN_SIZE``)."""

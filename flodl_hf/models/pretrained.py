@@ -35,7 +35,7 @@ from flodl_hf.checkpoints.weights.loaded import OnDisk, Source, Weights, stays_o
 from flodl_hf.checkpoints.weights.loading import Plan, class_of
 from flodl_hf.checkpoints.weights.manifest import SourceManifest
 from flodl_hf.families.schema import PassthroughTensor
-from flodl_hf.inference.decode.classes import score_function
+from flodl_hf.inference.classes import score_function
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import adapters_of
 from flodl_hf.models.building import (

@@ -16,8 +16,8 @@ from flodl_hf.checkpoints.folders import BOUNDS, is_entry
 from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.vectors import colbert_recipe
-from flodl_hf.inference.decode.pooling import pool, pool_padded
 from flodl_hf.inference.graph_model import Routed, recipe_behind
+from flodl_hf.inference.pooling import pool, pool_padded
 from flodl_hf.models.building import states_of
 from flodl_hf.nn.layout import Layout, Padded
 

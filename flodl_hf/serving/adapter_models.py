@@ -16,8 +16,8 @@ import torch
 from flodl.errors import ConfigError, FlodlError, capped
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import Pending, Work
-from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.inputs import Encoded
+from flodl_hf.inference.token_table import TokenTable
 
 MAX_MIXED_ADAPTERS = 16
 """Maximum number of adapters of a batch: the terms of all of them are computed for each token."""

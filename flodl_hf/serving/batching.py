@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 from flodl_hf.inference.batch import Work, check_rows
-from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.engine import Engine, Pending
 from flodl_hf.inference.options import RunOptions
+from flodl_hf.inference.token_table import TokenTable
 from flodl_hf.serving.adapter_models import MixedAdapters
 from flodl_hf.serving.request import AwaitedResults, WorkerRequest
 from flodl_hf.serving.throughput import TokenRate

@@ -11,7 +11,7 @@ from typing import Any
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import Pending
-from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.inference.token_table import TokenTable
 
 _LATE = "the request timed out. Send fewer texts, or allow more time."
 _GONE = "the request was cancelled"

@@ -100,9 +100,9 @@ def _embed_ids(
     model: Any, rows: list[list[int]], places: list[int], options: Mapping[str, Any], request: WorkerRequest
 ) -> np.ndarray:
     from flodl_hf.inference.batch import Pooled
-    from flodl_hf.inference.decode.pooling import check_pooling
     from flodl_hf.inference.inputs import Encoded
     from flodl_hf.inference.pipeline import Session
+    from flodl_hf.inference.pooling import check_pooling
     from flodl_hf.inference.token_table import Frame, framed
     from flodl_hf.inference.vectors import Vectors
 
@@ -175,9 +175,9 @@ def _embed_all(model: Any, items: list[str], options: Mapping[str, Any], request
     import torch
 
     from flodl_hf.inference.batch import States
-    from flodl_hf.inference.decode.pooling import finish_embeddings
     from flodl_hf.inference.inputs import encode
     from flodl_hf.inference.pipeline import Session
+    from flodl_hf.inference.pooling import finish_embeddings
 
     tokenizer = model._ready("embed_all")
     how = _vector_options(options)

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from flodl.errors import DataError, printable
-from flodl_hf.inference.decode.metrics import AnswerF1
+from flodl_hf.inference.metrics import AnswerF1
 from flodl_hf.tokenization.alignment import answer_positions
 from flodl_hf.tokenization.readers.columns import Columns, column_names
 from flodl_hf.tokenization.readers.faults import check_texts, refuse_rows
@@ -144,8 +144,8 @@ class _Scorer(Scorer):
         Returns:
             The predicted answer and the accepted answers.
         """
-        from flodl_hf.inference.decode.rows import Placed
-        from flodl_hf.inference.decode.spans import decode_answers_batch
+        from flodl_hf.inference.batch import Placed
+        from flodl_hf.inference.spans import decode_answers_batch
         from flodl_hf.inference.token_table import table_of
 
         table, context = table_of(self.truth.windows[example], [0] * len(scores)), self.truth.contexts[example]

@@ -19,7 +19,7 @@ from flodl.data import Where
 from flodl.errors import ConfigError
 from flodl.metrics import Accuracy, Classification
 from flodl.train import Loss
-from flodl_hf.inference.decode.metrics import Perplexity
+from flodl_hf.inference.metrics import Perplexity
 from flodl_hf.models.building import tie_tensors
 from flodl_hf.nn.prompts import prefix_of
 from flodl_hf.nn.task_heads import IGNORED_LABEL, token_loss

@@ -20,7 +20,7 @@ from flodl.data.rng import Rng
 from flodl.errors import DataError
 from flodl.metrics import Classification
 from flodl.train import Loss
-from flodl_hf.inference.decode.metrics import Perplexity
+from flodl_hf.inference.metrics import Perplexity
 from flodl_hf.nn.task_heads import IGNORED_LABEL, token_loss
 from flodl_hf.tokenization.readers.columns import Columns, pair_columns
 from flodl_hf.tokenization.readers.faults import check_texts, refuse_rows

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flodl.errors import ConfigError, DataError
 from flodl.metrics import Classification, Metric, MultiLabel, Pearson, Spearman, SquaredError
-from flodl_hf.inference.decode.classes import activation_for, class_scores, mean_over_windows
+from flodl_hf.inference.classes import activation_for, class_scores, mean_over_windows
 from flodl_hf.tokenization.readers import Targets, infer_targets
 from flodl_hf.tokenization.readers.columns import NAMES, Columns
 from flodl_hf.tokenization.readers.faults import check_texts, refuse_rows

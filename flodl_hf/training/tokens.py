@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from flodl.errors import DataError, nearest
-from flodl_hf.inference.decode.metrics import SpanF1
+from flodl_hf.inference.metrics import SpanF1
 from flodl_hf.tokenization.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spans, word_units
 from flodl_hf.tokenization.readers.columns import NAMES, Columns, column_names
 from flodl_hf.tokenization.readers.faults import check_texts, refuse_rows

@@ -188,7 +188,7 @@ class Reference:
             inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
         out = self._model(way)(**inputs)
         if self.task != "vectors":
-            from flodl_hf.inference.decode.classes import class_scores
+            from flodl_hf.inference.classes import class_scores
 
             function = way.get("function", score_function(self.model.config, self.task))
             return class_scores(out.logits.float(), function)[0]
@@ -229,7 +229,7 @@ def _is_exact_gelu(module: Any) -> bool:
 def score_function(config: Any, task: str) -> Any:
     """Return the activation for scores that a configuration specifies."""
     from flodl_hf.heads.sequence_classification import ranking_activation
-    from flodl_hf.inference.decode.classes import activation_for, score_function
+    from flodl_hf.inference.classes import activation_for, score_function
 
     if task == "ranking":
         return ranking_activation(config)
@@ -249,7 +249,7 @@ def vector(
     pooling: str | None = None, dense: bool = True,
 ) -> Tensor:  # fmt: skip
     """Return the vector of a text from states ``(1, tokens, features)``, as the settings of a folder specify."""
-    from flodl_hf.inference.decode.pooling import finish_embeddings, pool_padded
+    from flodl_hf.inference.pooling import finish_embeddings, pool_padded
 
     own: Any = recipe.pooling if recipe else ("mean",)
     names: Any = (pooling,) if pooling else own

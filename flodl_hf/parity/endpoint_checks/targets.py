@@ -177,7 +177,7 @@ class OnnxTarget(Target):
         """Return a row of numbers for each item; ``prompt_name`` is put before texts by us."""
         if self.task == "vectors":
             return self._vectors(items, options.get("prompt_name"))
-        from flodl_hf.inference.decode.classes import class_scores
+        from flodl_hf.inference.classes import class_scores
 
         pairs = None if self.task == "labels" else list(items)
         logits = self._model.answer(list(items) if pairs is None else [QUERY] * len(items), pairs)["logits"]
@@ -335,7 +335,7 @@ def _pooled(target: Target, response: Any) -> Any:
     """Return vectors; states of tokens ``(tokens, features)``, or a list of one such array, are pooled."""
     if not isinstance(response[0][0], list):
         return response
-    from flodl_hf.inference.decode.pooling import pool_padded
+    from flodl_hf.inference.pooling import pool_padded
 
     rows = []
     for states in response:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flodl_hf.inference.decode.metrics import SpanF1, scores_of_counts
+from flodl_hf.inference.metrics import SpanF1, scores_of_counts
 from flodl_hf.tokenization.alignment import spans_of
 from flodl_hf.training.evaluators import hits_above
 

@@ -28,8 +28,8 @@ from flodl.data import Where
 from flodl.data.batches import EpochPlan, digest
 from flodl.data.rng import Rng
 from flodl.train import Loss
-from flodl_hf.inference.decode.pooling import finish_embeddings, pool_packed, pool_padded
 from flodl_hf.inference.hidden_states import watched
+from flodl_hf.inference.pooling import finish_embeddings, pool_packed, pool_padded
 from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder, TakenRows
 from flodl_hf.training.step import score
 
@@ -301,7 +301,7 @@ class VectorObjective:
 
     Args:
         losses: for each table its loss; see `flodl_hf.training.losses`.
-        pooling: as in `flodl_hf.inference.decode.pooling`.
+        pooling: as in `flodl_hf.inference.pooling`.
         normalize: scale vectors to length 1.
         layers: take vectors after each layer, for `AdaptiveLayerLoss`.
         shared: ranks share a batch, and each has all of its texts.

@@ -11,7 +11,7 @@ import numpy as np
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
-from flodl_hf.inference.decode.pooling import check_pooling
+from flodl_hf.inference.pooling import check_pooling
 from flodl_hf.tokenization.readers.columns import Columns
 from flodl_hf.training.losses import CACHED, LOSSES, USUAL, AdaptiveLayerLoss, MatryoshkaLoss, loss_named, make_loss
 from flodl_hf.training.losses.pairs import MSELoss

@@ -14,7 +14,7 @@ import torch
 
 from flodl.errors import DataError
 from flodl_hf import load, predict_file
-from flodl_hf.inference.decode.classes import Classification
+from flodl_hf.inference.results import Classification
 from flodl_hf.tokenization.readers import rows
 
 GOLDEN = Path(__file__).parents[2] / "golden"

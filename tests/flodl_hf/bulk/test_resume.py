@@ -435,7 +435,7 @@ MEMORY = """
 import json, resource, sys
 from pathlib import Path
 from flodl_hf import load, predict_file
-from flodl_hf.inference.decode.classes import Classification
+from flodl_hf.inference.results import Classification
 
 def rows(count):
     for i in range(count):

@@ -42,7 +42,7 @@ def folder(saved: Callable[..., Path]) -> Path:
 def test_words_of_options_are_those_of_the_tables() -> None:
     from docs.generate import words_of
     from flodl_hf.inference import Precision
-    from flodl_hf.inference.decode.entities import Aggregation
+    from flodl_hf.inference.entities import Aggregation
     from flodl_hf.models.saving import DTYPE_NAMES
     from flodl_hf.training.option_checks import SCHEDULES
     from flodl_hf.training.options import Options

@@ -152,7 +152,7 @@ def test_compat_refuses_what_the_pipeline_would_cut(saved: Saved) -> None:
 
 
 def test_answers_as_the_removed_pipeline_gave_them(saved: Saved) -> None:
-    from flodl_hf.inference.decode.compat.question_answering import question_answering
+    from flodl_hf.inference.transformers_results import question_answering
 
     model: Any = load(saved("bert", "question_answering"))
     assert model.tokenizer is not None

@@ -12,10 +12,20 @@ from typing import Any
 
 import pytest
 
-from flodl_hf.inference.decode.classes import Classification, Ranked
-from flodl_hf.inference.decode.entities import Entity
-from flodl_hf.inference.decode.spans import Answer
-from flodl_hf.inference.results import Answers, Entities, Fill, Fills, Found, Labels, Ranking, Results
+from flodl_hf.inference.results import (
+    Answer,
+    Answers,
+    Classification,
+    Entities,
+    Entity,
+    Fill,
+    Fills,
+    Found,
+    Labels,
+    Ranked,
+    Ranking,
+    Results,
+)
 
 TEXT = "Ada <b>lives</b> in Paris"
 KINDS: dict[str, Found[Any]] = {

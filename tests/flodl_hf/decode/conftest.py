@@ -9,9 +9,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from flodl_hf.inference.decode.entities import decode_entities_batch
-from flodl_hf.inference.decode.rows import Placed
-from flodl_hf.inference.decode.spans import decode_answers_batch
+from flodl_hf.inference.batch import Placed
+from flodl_hf.inference.entities import decode_entities_batch
+from flodl_hf.inference.spans import decode_answers_batch
 from flodl_hf.inference.token_table import table_of
 from flodl_hf.tokenization.cuts import Row
 

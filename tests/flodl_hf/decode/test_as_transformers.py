@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.classes import decode_classes
-from flodl_hf.inference.decode.compat.fill_mask import fill_mask
-from flodl_hf.inference.decode.compat.text_classification import text_classification, zero_shot_classification
-from flodl_hf.inference.decode.compat.token_classification import token_classification
-from flodl_hf.inference.decode.entities import TagScheme
+from flodl_hf.inference.classes import decode_classes
+from flodl_hf.inference.entities import TagScheme
+from flodl_hf.inference.transformers_results import (
+    fill_mask,
+    text_classification,
+    token_classification,
+    zero_shot_classification,
+)
 from flodl_hf.tokenization.alignment import join_words
 
 from .conftest import decode_entities

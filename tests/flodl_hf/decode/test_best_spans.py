@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl_hf.inference.decode import spans as best_module
-from flodl_hf.inference.decode.rows import TokenStream
-from flodl_hf.inference.decode.spans import best_spans
-from flodl_hf.inference.decode.words import units_at, words_of
+from flodl_hf.inference import spans as best_module
+from flodl_hf.inference.spans import best_spans
+from flodl_hf.inference.words import TokenStream, units_at, words_of
 from flodl_hf.tokenization.cuts import Row
 
 from .conftest import answers_of

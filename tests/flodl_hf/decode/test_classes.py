@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.classes import (
+from flodl_hf.inference.classes import (
     Classification,
     activation_for,
     contradiction_id,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.entities import TagScheme, best_paths
+from flodl_hf.inference.entities import TagScheme, best_paths
 from flodl_hf.tokenization.alignment import join_words
 from flodl_hf.tokenization.cuts import Row
 

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from flodl_hf.inference.decode.entities import TagScheme
+from flodl_hf.inference.entities import TagScheme
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.masks import decode_targets, masks_of
-from flodl_hf.inference.decode.rows import TokenTable
+from flodl_hf.heads.masked_lm import decode_targets, masks_of
+from flodl_hf.inference.token_table import TokenTable
 
 LOGITS = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2
 PROBABILITIES = LOGITS.softmax(1)

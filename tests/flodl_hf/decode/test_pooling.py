@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.pooling import Pooling, finish_embeddings, pool_packed, pool_padded
+from flodl_hf.inference.pooling import Pooling, finish_embeddings, pool_packed, pool_padded
 
 MODES = [mode for mode in get_args(Pooling) if mode != "pooler"]
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_pooled_is_refused(call) -> None:
 
 @pytest.mark.parametrize("how", ["sum", "max"])
 def test_devices_without_segments_pool_alike(how: str) -> None:
-    from flodl_hf.inference.decode.pooling import scattered
+    from flodl_hf.inference.pooling import scattered
 
     lengths = torch.tensor([3, 1, 0, 4])
     values = torch.randn(8, 5)

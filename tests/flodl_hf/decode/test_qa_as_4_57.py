@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.compat.question_answering import question_answering
+from flodl_hf.inference.transformers_results import question_answering
 
 TABLE = json.loads(Path(__file__).with_name("golden_qa_4_57.json").read_text(encoding="utf-8"))
 CASES: list[dict[str, Any]] = [case for case in TABLE["cases"] if case["sequence"] == 1]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.classes import Classification, decode_classes
-from flodl_hf.inference.decode.entities import Entity, _best, _entities, _softmax
-from flodl_hf.inference.decode.rows import build_records
+from flodl_hf.inference.classes import Classification, decode_classes
+from flodl_hf.inference.entities import Entity, _best, _entities, _softmax
+from flodl_hf.inference.results import build_records
 
 
 @pytest.mark.parametrize(

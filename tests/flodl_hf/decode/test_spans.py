@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.spans import Answer
+from flodl_hf.inference.results import Answer
 from flodl_hf.tokenization.cuts import Row
 
 from .conftest import answers_of, decode_answers

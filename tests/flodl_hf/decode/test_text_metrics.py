@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flodl.errors import DataError
 from flodl.metrics import Metric, merged
-from flodl_hf.inference.decode.metrics import AnswerF1, Perplexity, SpanF1, answer_scores
+from flodl_hf.inference.metrics import AnswerF1, Perplexity, SpanF1, answer_scores
 from flodl_hf.tokenization.alignment import spans_of
 
 SPANS = json.loads((Path(__file__).parent / "golden_spans.json").read_text())

@@ -15,7 +15,7 @@ from flodl.errors import ConfigError
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.sequence_classification import SequenceClassifier
-from flodl_hf.inference.decode.classes import Classification, decide
+from flodl_hf.inference.classes import Classification, decide
 from flodl_hf.training import FinetuneResult, finetune
 from flodl_hf.training.evaluation import EvalPredictions
 from flodl_hf.training.report.figures import tune_thresholds

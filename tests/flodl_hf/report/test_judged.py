@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from flodl_hf.inference.decode.metrics import SpanF1
+from flodl_hf.inference.metrics import SpanF1
 from flodl_hf.tokenization.alignment import spans_of
 from flodl_hf.training.report.figures import best_thresholds, calibration, confusion, precision_recall, span_errors
 

@@ -14,8 +14,8 @@ import torch
 
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import Pending, Scores
-from flodl_hf.inference.decode.rows import TokenTable
 from flodl_hf.inference.options import RunOptions
+from flodl_hf.inference.token_table import TokenTable
 from flodl_hf.serving import batching
 from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.request import AwaitedResults, DeadlineError, GivenUpError, Signal, Turns, WorkerRequest

@@ -14,12 +14,85 @@ from typing import Any
 
 import numpy as np
 
-from flodl_hf.inference.decode.rows import TokenStream
+from flodl_hf.inference.token_table import TokenTable
 
 _UNSEEN, _SPACE, _PUNCTUATION = -1, 1, 2
 
 # The class of every character seen so far: a table lookup is faster than sorting code points.
 _CLASSES = np.full(sys.maxunicode + 1, _UNSEEN, np.int8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenStream:
+    """The content tokens of many rows as parallel arrays.
+
+    Attributes:
+        row: index of the row, ``(tokens,)``.
+        column: place in the row, specials counted, ``(tokens,)``.
+        text: index of the text, ``(tokens,)``.
+        position: place in the text's token stream, ``(tokens,)``.
+        offsets: character span in the text, ``(tokens, 2)``.
+        word_ids: word index, -1 for none, ``(tokens,)``.
+    """
+
+    row: np.ndarray
+    column: np.ndarray
+    text: np.ndarray
+    position: np.ndarray
+    offsets: np.ndarray
+    word_ids: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def chosen(self, tokens: np.ndarray) -> TokenStream:
+        """Return some of the tokens, given by number or by flag."""
+        return TokenStream(*(getattr(self, name)[tokens] for name in self.__slots__))
+
+
+def content_of(table: TokenTable, sequence: int = 0) -> TokenStream:
+    """Return the tokens of rows that belong to text number ``sequence`` (0 or 1), in the order of the rows.
+
+    A special token written by hand inside a text counts as content, since it covers characters of that text.
+    """
+    assert table.offsets is not None
+    assert table.word_ids is not None
+    kept = np.flatnonzero(table.sequence == sequence)
+    row = np.repeat(np.arange(len(table)), table.lengths)[kept]
+    counts = np.bincount(row, minlength=len(table))
+    position = np.arange(len(kept)) + (table.first_token - (np.cumsum(counts) - counts))[row]
+    return TokenStream(
+        row, kept - table.starts[row], table.owners[row], position, table.offsets[kept], table.word_ids[kept]
+    )
+
+
+def merge_windows(content: TokenStream, owners: np.ndarray) -> TokenStream:
+    """Return each token once, by text and place; of several windows the one counts where it has most context.
+
+    Context is the distance in tokens to the nearest edge of the window; at equal distance the earlier window counts.
+    Nothing is missing beyond the beginning and the end of a text, but they need no exception: of two windows with a
+    token, the one that reaches the text's edge never has the nearer edge on that side.
+
+    Args:
+        content: the tokens of all windows, in the order of the rows.
+        owners: index of the text of each row, ``(rows,)``.
+    """
+    if len(owners) == 0 or bool((np.diff(owners) > 0).all()):
+        return content
+    sizes = np.zeros(int(owners.max()) + 1, np.int64)
+    np.maximum.at(sizes, content.text, content.position + 1)
+    place = (np.cumsum(sizes) - sizes)[content.text] + content.position
+    counts = np.bincount(content.row, minlength=len(owners))
+    before = np.arange(len(content)) - (np.cumsum(counts) - counts)[content.row]
+    context = np.minimum(before, counts[content.row] - 1 - before)
+    # More context ranks higher, then the earlier row.
+    rank = context * len(owners) + (len(owners) - 1 - content.row)
+    best = np.full(int(sizes.sum()), -1)
+    np.maximum.at(best, place, rank)
+    tokens = np.flatnonzero(rank == best[place])
+    chosen = np.full(len(best), -1)
+    chosen[place[tokens]] = tokens
+    return content.chosen(chosen[chosen >= 0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,23 +8,16 @@ answers. The tokenizers package creates model inputs; the removed pipeline's rul
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import (
-    Placed,
-    Record,
-    TokenStream,
-    TokenTable,
-    content_of,
-    merge_windows,
-    not_finite,
-)
-from flodl_hf.inference.decode.words import units_at
+from flodl_hf.inference.batch import Placed
+from flodl_hf.inference.results import Answer, not_finite
+from flodl_hf.inference.token_table import TokenTable
+from flodl_hf.inference.words import TokenStream, content_of, merge_windows, units_at
 
 Distinct: TypeAlias = Literal["span", "place", "text"]
 
@@ -32,25 +25,6 @@ Distinct: TypeAlias = Literal["span", "place", "text"]
 _APART = 1 << 40
 # Number of spans that are read at once after the first time.
 _SPANS = 1 << 13
-
-
-@dataclass(frozen=True, slots=True)
-class Answer(Record):
-    """A span of a context, or the statement that the context contains no answer.
-
-    Attributes:
-        text: exactly ``context[start:end]``; empty for no answer.
-        score: probability that the answer begins and ends here, from 0 to 1.
-        start: first character, 0 for no answer.
-        end: character after the last one, 0 for no answer.
-        no_answer: True if the context contains no answer.
-    """
-
-    text: str
-    score: float
-    start: int
-    end: int
-    no_answer: bool = False
 
 
 def decode_answers_batch(

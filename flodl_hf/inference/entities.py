@@ -16,17 +16,10 @@ import numpy as np
 import torch
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import (
-    Placed,
-    Record,
-    TokenStream,
-    TokenTable,
-    build_records,
-    content_of,
-    merge_windows,
-    not_finite,
-)
-from flodl_hf.inference.decode.words import Words, trimmed, words_of
+from flodl_hf.inference.batch import Placed
+from flodl_hf.inference.results import Entity, build_records, not_finite
+from flodl_hf.inference.token_table import TokenTable
+from flodl_hf.inference.words import TokenStream, Words, content_of, merge_windows, trimmed, words_of
 
 OUTSIDE = "O"
 
@@ -178,32 +171,6 @@ def best_paths(probabilities: np.ndarray, lengths: np.ndarray, scheme: TagScheme
 
 
 Aggregation: TypeAlias = Literal["none", "simple", "first", "average", "max"]
-
-
-@dataclass(frozen=True, slots=True)
-class Entity(Record):
-    """A labelled piece of a text.
-
-    Attributes:
-        label: the entity's name without prefix (``PER``); the full label (``B-PER``) where nothing is
-            aggregated.
-        score: mean of the probabilities of the words' labels, from 0 to 1.
-        start: first character.
-        end: character after the last one.
-        word: exactly ``text[start:end]``, never empty, without outer white space.
-        words: first word index and the one after the last, as the tokenizer counts words; for pre-split input
-            these are places in the caller's list. -1 where the tokenizer has no words.
-        tokens: first token and the one after the last, in the token stream of the whole text, specials not
-            counted.
-    """
-
-    label: str
-    score: float
-    start: int
-    end: int
-    word: str
-    words: tuple[int, int]
-    tokens: tuple[int, int]
 
 
 def decode_entities_batch(

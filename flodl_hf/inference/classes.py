@@ -8,7 +8,6 @@ the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, TypeAlias
@@ -20,7 +19,7 @@ from torch import Tensor
 from flodl.errors import ConfigError, printable
 from flodl_hf.checkpoints.config.file import ACTIVATIONS, activate, activation_at
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.decode.rows import Record, as_tensor, build_records, not_finite
+from flodl_hf.inference.results import Classification, Ranked, build_records, not_finite
 
 if TYPE_CHECKING:
     from flodl_hf.checkpoints.config.model_config import ModelConfig
@@ -29,40 +28,6 @@ Activation: TypeAlias = str
 """``"softmax"``, ``"sigmoid"``, ``"none"``, or a name in `flodl_hf.checkpoints.config.file.ACTIVATIONS`."""
 
 _FUNCTIONS = ("softmax", "sigmoid", "none")
-
-
-@dataclass(frozen=True, slots=True)
-class Classification(Record):
-    """One label of a text.
-
-    Attributes:
-        label: the name.
-        score: probability from 0 to 1; for a regression the value itself.
-        windows: number of windows of the text that the score is the mean of.
-    """
-
-    label: str
-    score: float
-    windows: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Ranked(Record):
-    """One document of a ranking.
-
-    Attributes:
-        index: its place in the caller's list.
-        score: how well it fits, in the units of the chosen activation.
-        windows: number of windows of the document; the best of them gave the score.
-        text: the document, where the ranking knows it.
-        empty: the document or the query is nothing but white space. The score is the model's for such a pair.
-    """
-
-    index: int
-    score: float
-    windows: int = 1
-    text: str = ""
-    empty: bool = False
 
 
 def activation_for(problem_type: str | None, num_labels: int, function_to_apply: str | None = None) -> Activation:
@@ -116,7 +81,7 @@ def score_function(config: ModelConfig) -> Activation | None:
 
 def class_scores(logits: Tensor | np.ndarray, activation: Activation) -> Tensor:
     """Return the scores of ``logits`` ``(rows, labels)`` in float32, on the device of the logits."""
-    values = as_tensor(logits).float()
+    values = torch.as_tensor(logits).detach().float()
     if activation == "softmax":
         return torch.softmax(values, -1)
     if activation in ("sigmoid", "none"):
@@ -180,7 +145,7 @@ def decode_classes(
     Raises:
         PredictError: an option makes no sense, or logits and labels do not fit each other.
     """
-    values = as_tensor(logits)
+    values = torch.as_tensor(logits).detach()
     if values.ndim != 2 or values.shape[1] != len(labels):
         raise PredictError(
             f"classification: logits of shape {tuple(values.shape)} do not fit {len(labels)} labels; "
@@ -315,7 +280,7 @@ def decode_zero_shot(
         weights: number of content tokens of each row.
         multi_label: whether several candidates may be true.
     """
-    values = as_tensor(logits).float()
+    values = torch.as_tensor(logits).detach().float()
     if not bool(torch.isfinite(values).all()):
         raise not_finite("zero-shot")
     pairs = int(owners.max()) + 1 if len(owners) else 0
@@ -353,7 +318,7 @@ def decode_ranking(
     Raises:
         PredictError: the model gives more than one number per row.
     """
-    values = as_tensor(logits).float()
+    values = torch.as_tensor(logits).detach().float()
     if values.ndim not in (1, 2) or (values.ndim == 2 and values.shape[1] != 1):
         raise PredictError(
             f"ranking: logits of shape {tuple(values.shape)}; expected (rows, 1); use a cross-encoder with one label",
