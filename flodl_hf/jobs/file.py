@@ -155,9 +155,8 @@ def predict_file(
             if rank.world == 1:
                 stack.callback(parts.drop_if_empty)
             parts.begin(plan.identity, plan.part_rows, replace=overwrite)
-        again = None if str(path) == STDIN else lambda: plan.open(open_rows(source, format, header))
         run = Run(
-            plan, rank, parts, plan.open(rows), reopen=again, on_progress=on_progress, should_stop=should_stop,
+            plan, rank, parts, plan.open(rows), on_progress=on_progress, should_stop=should_stop,
             workers=workers, wait_for_ranks=heart.wait_for_ranks if workers is None else None,
         )  # fmt: skip
         stack.callback(COUNTED.reset, COUNTED.set(run.count))

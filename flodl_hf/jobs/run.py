@@ -28,7 +28,6 @@ MAX_FAULTS = 20  # invalid rows whose message is stored
 START_SKEW_S = 15.0  # ranks that are started together start within this time
 PROGRESS_S = 0.2  # interval of progress reports
 BLOCK_ROWS = 64  # results that are encoded together
-MAX_REPAIRS = 3  # repetitions of damaged parts before the disk is considered faulty
 
 
 @dataclass(frozen=True)
@@ -110,17 +109,14 @@ class Run:
         parts: Parts,
         rows: Rows,
         *,
-        reopen: Callable[[], Rows] | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         workers: Workers | None = None,
         wait_for_ranks: Callable[[float], None] | None = None,
     ) -> None:
         self._plan, self._rank, self._parts, self._rows = plan, rank, parts, rows
-        self._reopen = reopen
         self._on_progress, self._should_stop, self._workers = on_progress, should_stop, workers
         self._wait_for_ranks = wait_for_ranks
-        self._takes = rank.owns
         self._tokens = self._new_rows = self._truncated = 0
         self._started = self._last_report = time.monotonic()
         self._began = time.time()
@@ -146,14 +142,8 @@ class Run:
         if not stopped and self._rank.rank == 0 and self._all_there(number, there):
             if self._wait_for_ranks is not None:
                 self._wait_for_ranks(START_SKEW_S)
-            for turn in range(MAX_REPAIRS + 1):
-                damaged = self._join(number)
-                if not damaged:
-                    result.is_whole = True
-                    break
-                there -= damaged
-                if not self._repair(damaged, last=turn == MAX_REPAIRS):
-                    break
+            self._join(number)
+            result.is_whole = True
         return self._result(result, range(number), there)
 
     def _walk(self, there: set[int]) -> tuple[int, bool]:
@@ -176,35 +166,25 @@ class Run:
                 self._report_progress()
         return number, False
 
-    def _join(self, count: int) -> set[int]:
-        """Write the output; if parts are damaged, return their numbers instead."""
-        try:
-            self._finish(count)
-        except DamagedPart as damaged:
-            return {damaged.number} | {number for number in range(count) if not self._parts.is_whole(number)}
-        return set()
-
-    def _repair(self, damaged: set[int], *, last: bool) -> bool:
-        """Predict damaged parts again, of any rank; return False if a stop was requested.
+    def _join(self, count: int) -> None:
+        """Write the output.
 
         Raises:
-            PredictError: the input cannot be read again, or the disk is faulty.
+            PredictError: finished parts were damaged; they count as unfinished from now on.
         """
-        for number in damaged:
-            self._parts.discard(number)
-        if last or self._reopen is None:
-            names = ", ".join(map(str, sorted(damaged)[:10]))
-            todo = "send the same input again" if self._reopen is None else f"check the disk, then {self._parts.again}"
+        try:
+            self._finish(count)
+        except DamagedPart as first:
+            damaged = [n for n in range(count) if n == first.number or not self._parts.is_whole(n)]
+            for number in damaged:
+                self._parts.discard(number)
             raise PredictError(
-                f"{self._parts.folder}: {len(damaged)} finished parts were damaged ({names}); expected the bytes "
-                f"of their records. No output was written, and the other parts are kept: {todo}, and "
-                "they are predicted again",
+                f"{self._parts.folder}: {len(damaged)} finished parts were damaged ({', '.join(map(str, damaged[:10]))}); "
+                "expected the bytes of their records. No output was written, and the other parts are kept. Check the "
+                f"disk and {self._parts.again}, which predicts the damaged parts again",
                 path=str(self._parts.folder),
-                parts=sorted(damaged),
-            )
-        with closing(self._reopen()) as self._rows:
-            self._takes = lambda number: True
-            return not self._walk(set())[1]
+                parts=damaged,
+            ) from None
 
     def _is_ahead(self) -> bool:
         # An accelerator would idle while rows are read; a CPU would read with the same cores.
@@ -214,7 +194,7 @@ class Run:
         """Yield all parts in order; parts of this rank have their rows."""
         number, size = 0, self._plan.part_rows
         while True:
-            record, mine = self._parts.record(number), self._takes(number)
+            record, mine = self._parts.record(number), self._rank.owns(number)
             if record is not None and mine and not self._parts.is_whole(number):
                 self._parts.discard(number)
                 record = None

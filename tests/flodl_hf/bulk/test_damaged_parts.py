@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import flodl_hf.jobs.run as run
 from flodl.files import seal, unseal
 from flodl_hf import predict_file
 from flodl_hf.errors import PredictError
@@ -94,61 +92,29 @@ def test_a_damaged_manifest_is_refused_and_a_restart_removes_it(model: Any, numb
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_part_that_changes_before_it_is_joined_is_made_again(
+def test_a_part_that_changes_before_it_is_joined_is_made_again_by_the_next_call(
     suffix: str, model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
     source, wanted, out = numbered(40), tmp_path / f"wanted.{suffix}", tmp_path / f"out.{suffix}"
     predict_file(model(), source, wanted, part_rows=10)
-    finish, hits = Parts.finish, [0, 2]
+    finish, hits = Parts.finish, [True]
 
     def damaged_first(self: Parts, *args: Any) -> None:
-        if hits:
-            flip(self._data(hits.pop()), 77)
+        if hits and hits.pop():
+            flip(self._data(0), 77)
             flip(self._data(3), 5)
         finish(self, *args)
 
     monkeypatch.setattr(Parts, "finish", damaged_first)
-    result = predict_file(model(), source, out, part_rows=10)
-    assert (result.is_whole, result.rows, hits) == (True, 40, [])
+    with pytest.raises(PredictError) as refused:
+        predict_file(model(), source, out, part_rows=10)
+    assert (refused.value.parts, out.exists()) == ([0, 3], False)
+    result = predict_file(model(), source, out)
+    assert (result.is_whole, result.rows, result.resumed) == (True, 40, 2)
     assert out.read_bytes() == wanted.read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["in.jsonl", out.name, wanted.name])
-
-
-def test_a_disk_that_keeps_nothing_is_given_up_and_standard_input_is_asked_for_again(
-    model: Any, numbered: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    source, wanted, out = numbered(40), tmp_path / "wanted.jsonl", tmp_path / "out.jsonl"
-    predict_file(model(), source, wanted, part_rows=10)
-    finish, bad = Parts.finish, [True] * (run.MAX_REPAIRS + 1)
-
-    def damaged(self: Parts, *args: Any) -> None:
-        if bad and bad.pop():
-            flip(self._data(1), 77)
-        finish(self, *args)
-
-    monkeypatch.setattr(Parts, "finish", damaged)
-    with pytest.raises(PredictError, match="check the disk") as refused:
-        predict_file(model(), source, out, part_rows=10)
-    assert (refused.value.parts, bad, out.exists()) == ([1], [], False)
-    assert predict_file(model(), source, out).resumed == 3
-    assert out.read_bytes() == wanted.read_bytes()
-    out.unlink()
-
-    class Stdin:
-        buffer: Any
-
-    monkeypatch.setattr(sys, "stdin", Stdin)
-    bad.append(True)
-    for whole in (False, True):
-        with source.open("rb") as Stdin.buffer:
-            if whole:
-                assert predict_file(model(), "-", out, format="jsonl").resumed == 3
-            else:
-                with pytest.raises(PredictError, match="send the same input again"):
-                    predict_file(model(), "-", out, format="jsonl", part_rows=10)
-    assert out.read_bytes() == wanted.read_bytes()
 
 
 def test_a_seal_is_of_the_values(tmp_path: Path) -> None:
