@@ -24,7 +24,7 @@ def main() -> None:
     except ImportError as missing:
         sys.stderr.write(f"flodl-hf needs {missing.name} for its command line: pip install 'flodl-hf[cli]'\n")
         raise SystemExit(2) from None
-    from flodl_hf.cli.streams import NO_ROOM, lost, opened
+    from flodl_hf.cli.shared import NO_ROOM, lost, opened
 
     opened()
     try:

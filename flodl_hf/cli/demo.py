@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from flodl_hf.cli.error_text import command_line
+from flodl_hf.cli.command import command_line
 from flodl_hf.cli.options import JSON, option, with_parameters
 from flodl_hf.cli.shared import emit_json, progress, reporting, say, tell
 from flodl_hf.cli.verify_export import MARKS

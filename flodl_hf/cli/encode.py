@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl_hf.cli import options as shared
-from flodl_hf.cli.choices import ON_ERROR, STORES
-from flodl_hf.cli.options import FILE, REQUIRED, chosen, option, with_parameters
+from flodl_hf.cli.options import FILE, ON_ERROR, REQUIRED, STORES, chosen, option, with_parameters
 from flodl_hf.cli.shared import reporting
 
 _KEEP = "Columns to keep next to the vector: all, none, or a,b; by default all."

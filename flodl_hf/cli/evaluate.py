@@ -8,8 +8,7 @@ from flodl.errors import ConfigError
 from flodl_hf.checkpoints.weights.prefetch import prefetching
 from flodl_hf.cli.finetune import option_parameters, parse, train_data
 from flodl_hf.cli.options import JSON, argument, option, with_parameters
-from flodl_hf.cli.path_checks import check_places
-from flodl_hf.cli.shared import emit, reporting, say
+from flodl_hf.cli.shared import check_places, emit, reporting, say
 from flodl_hf.training.options import EvaluateOptions
 
 OPTIONS = {*EvaluateOptions.__annotations__, "devices"} - {"batch_size", "loss"}

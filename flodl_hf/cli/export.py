@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from flodl_hf.cli.choices import DTYPES, ENGINES
-from flodl_hf.cli.error_text import command_line
-from flodl_hf.cli.options import HEAD, JSON, LOCAL, OUT, REPLACE, REVISION, argument, option, with_parameters
+from flodl_hf.cli.command import command_line
+from flodl_hf.cli.options import (
+    DTYPES,
+    ENGINES,
+    HEAD,
+    JSON,
+    LOCAL,
+    OUT,
+    REPLACE,
+    REVISION,
+    argument,
+    option,
+    with_parameters,
+)
 from flodl_hf.cli.shared import emit_json, reporting, say, tell
 
 if TYPE_CHECKING:

@@ -22,17 +22,12 @@ from flodl.verbosity import Verbosity, verbosity
 from flodl_hf.checkpoints.keywords import PRECISION_SPELLINGS
 from flodl_hf.checkpoints.weights.prefetch import prefetching
 from flodl_hf.cli import STARTED
-from flodl_hf.cli.choices import complete_task, task_word
-from flodl_hf.cli.command import StrictCommand
-from flodl_hf.cli.error_text import command_line
-from flodl_hf.cli.options import HELP_ALL, JSON, TIMING, argument, option, with_parameters
-from flodl_hf.cli.path_checks import check_places
-from flodl_hf.cli.shared import emit, emit_json, reporting, say, say_timing, tell, training_said
+from flodl_hf.cli.command import StrictCommand, command_line
+from flodl_hf.cli.options import HELP_ALL, JSON, TIMING, argument, complete_task, option, task_word, with_parameters
+from flodl_hf.cli.shared import check_places, emit, emit_json, reporting, say, say_timing, tell, training_said
 from flodl_hf.families.schema.tasks import HEADS
-from flodl_hf.models.adapters.settings import FLAT_WORDS
 from flodl_hf.training.option_checks import SCHEDULES
 from flodl_hf.training.options import HINTS
-from flodl_hf.training.training_arguments import REMOVED
 
 if TYPE_CHECKING:
     from flodl_hf.training.result import FinetuneResult
@@ -254,28 +249,16 @@ class Command(StrictCommand):
     """The command; ``--dashboard`` takes an optional port."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments, with a default port; options without a flag raise an error with their replacement."""
+        """Parse arguments, with a default port; options without a flag raise an error."""
         filled: list[str] = []
         for place, word in enumerate(args):
             name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
-            if word.startswith("--") and (instead := _instead(name)):
-                raise typer.BadParameter(f"{word}: {instead}", ctx=ctx)
+            if word.startswith("--") and name in HINTS and not HINTS[name][1].metadata["cli"]:
+                raise typer.BadParameter(f"{word}: this option has no flag; use --set {name}=...", ctx=ctx)
             filled.append(word)
             if word == "--dashboard" and not "".join(args[place + 1 : place + 2]).isdecimal():
                 filled.append(ANY_PORT)
         return super().parse_args(ctx, filled)
-
-
-def _instead(name: str) -> str:
-    """Return what replaces an option that the command line does not have; empty for others."""
-    if name in REMOVED:
-        return f"this option was removed; {REMOVED[name][1]}"
-    if name in FLAT_WORDS:
-        kind, setting, _ = FLAT_WORDS[name]
-        return f"this option was removed; use --set 'adapter={{type: {kind}, {setting or 'dora'}: ...}}'"
-    return (
-        f"this option has no flag; use --set {name}=..." if name in HINTS and not HINTS[name][1].metadata["cli"] else ""
-    )
 
 
 def train_data(text: Any) -> Any:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import printable
-from flodl_hf.cli.choices import PRECISIONS
-from flodl_hf.cli.options import HEAD, JSON, LOCAL, MODEL, REVISION, option, with_parameters
+from flodl_hf.cli.options import HEAD, JSON, LOCAL, MODEL, PRECISIONS, REVISION, option, with_parameters
 from flodl_hf.cli.shared import emit_json, reporting, tell
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl_hf.checkpoints.folders import BASE_OF_ADAPTER
-from flodl_hf.cli.error_text import command_line
+from flodl_hf.cli.command import command_line
 from flodl_hf.cli.options import JSON, LOCAL, OUT, REPLACE, REVISION, argument, option, with_parameters
 from flodl_hf.cli.shared import emit_json, reporting, say, tell
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl_hf.cli import options as shared
-from flodl_hf.cli.choices import SAMPLINGS
-from flodl_hf.cli.options import REQUIRED, option, with_parameters
+from flodl_hf.cli.options import REQUIRED, SAMPLINGS, option, with_parameters
 from flodl_hf.cli.shared import emit, reporting
 
 _SOURCE = "File of pairs: anchor and positive, or named columns."

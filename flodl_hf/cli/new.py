@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from flodl.errors import nearest
-from flodl_hf.cli.error_text import command_line
+from flodl_hf.cli.command import command_line
 from flodl_hf.cli.options import JSON, argument, option, with_parameters
 from flodl_hf.cli.shared import emit_json, reporting, say, tell
 from flodl_hf.errors import ExportError

@@ -23,12 +23,11 @@ from flodl.errors import ConfigError, printable
 from flodl_hf.checkpoints.weights.prefetch import prefetching
 from flodl_hf.cli import STARTED
 from flodl_hf.cli import options as shared
-from flodl_hf.cli.choices import AGGREGATIONS
 from flodl_hf.cli.command import StrictCommand
-from flodl_hf.cli.options import FILE, RUN, argument, chosen, option, with_parameters
-from flodl_hf.cli.path_checks import check_places
+from flodl_hf.cli.options import AGGREGATIONS, FILE, RUN, argument, chosen, option, with_parameters
 from flodl_hf.cli.shared import (
     as_json,
+    check_places,
     device_said,
     emit_json,
     plain,

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flodl_hf.cli import options as shared
-from flodl_hf.cli.choices import PRECISIONS
-from flodl_hf.cli.options import argument, chosen, option, with_parameters
+from flodl_hf.cli.options import PRECISIONS, argument, chosen, option, with_parameters
 from flodl_hf.cli.shared import reporting, say
 from flodl_hf.errors import PredictError
 from flodl_hf.serving.settings import Settings, usual_http_processes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
+import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from functools import partial, wraps
@@ -19,9 +21,9 @@ import typer
 from flodl.errors import DataError, FlodlError, TrainInterrupted, printable, visible
 from flodl.progress import worded
 from flodl.verbosity import Verbosity, verbosity
-from flodl_hf.cli.error_text import begun_with_options, in_options, option_names
-from flodl_hf.cli.path_checks import check_places
-from flodl_hf.cli.streams import NO_ROOM, encodable, lost
+from flodl_hf.checkpoints.folders import expect_file, expect_writable
+from flodl_hf.checkpoints.hub.download import expect_place
+from flodl_hf.cli.command import begun_with_options, in_options, option_names
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -221,3 +223,107 @@ def progress() -> Any:
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
         TimeRemainingColumn(), console=console, disable=not console.is_terminal,
     )  # fmt: skip
+
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""Faults of a write that Python reports without a file's name."""
+
+
+def opened() -> None:
+    """Replace closed streams with empty ones, and escape characters that a stream cannot encode.
+
+    A closed stream's descriptor would be reused for the next opened file, and printed text would end up in it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            taken = os.open(os.devnull, os.O_RDWR)
+            if taken != number:
+                os.dup2(taken, number)
+                os.close(taken)
+        if getattr(sys, name) is None:
+            mode = "r" if number == 0 else "w"
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        # Streams from notebooks and tests handle their own encoding.
+        again = getattr(stream, "reconfigure", None)
+        if again is not None and stream.errors == "strict":
+            again(errors="backslashreplace")
+
+
+def encodable(text: str) -> bool:
+    """Return whether standard output has every character of ``text``."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def lost() -> None:
+    """Discard unwritten standard output after a failed write, so that Python's exit does not fail again."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+MODEL, ROWS, FILE, FOLDER, TEXTS = "model", "rows", "file", "folder", "texts"
+
+_LONGEST_NAME = 4096
+
+PLACES: Mapping[str, Mapping[str, str]] = {
+    "prediction": {"model": MODEL, "text": TEXTS, "source": ROWS, "out": FILE},
+    "encode": {"model": MODEL, "source": ROWS, "out": FILE},
+    "search": {"model": MODEL, "query": TEXTS, "corpus": ROWS, "vectors": ROWS},
+    "mine": {"model": MODEL, "source": ROWS, "corpus": ROWS, "out": FILE},
+    "training": {"model": MODEL, "train": ROWS, "eval": ROWS, "out": FOLDER},
+    "evaluation": {"model": MODEL, "data": ROWS},
+    "inspect": {"model": MODEL},
+    "export": {"out": FOLDER},
+    "convert": {"model": MODEL, "out": FOLDER},
+    "merge": {"base": MODEL, "adapter": MODEL, "out": FOLDER},
+}
+"""Of each command, what its parameters name: a model, a file of rows, a file or a folder that is written, or texts.
+
+"training" is what finetune's command line and recipe contain together, "prediction" and "evaluation" the arguments of
+those commands after they were checked against each other. `serve` looks at its models by itself.
+"""
+
+
+def check_places(command: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse missing paths and outputs that cannot be written; without reading files or using the network.
+
+    Args:
+        command: a name of `PLACES`; other commands are not checked.
+        arguments: the command's arguments, by parameter.
+
+    Raises:
+        HubError: a model is a path that does not exist.
+        DataError: a file of rows is absent, an output cannot be written, or a text is the name of a file.
+    """
+    for name, kind in PLACES.get(command, {}).items():
+        value = arguments.get(name)
+        if kind == TEXTS:
+            _expect_texts(value or ())
+        if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or os.fspath(value) == "-":
+            continue
+        if kind == MODEL:
+            expect_place(value)
+        elif kind == ROWS:
+            expect_file(value)
+        elif kind == FOLDER or os.path.isdir(os.path.dirname(os.path.abspath(value))):
+            expect_writable(value)
+        else:
+            raise DataError(f"{value}: its folder does not exist; make it first", path=str(value))
+
+
+def _expect_texts(texts: Iterable[str]) -> None:
+    for text in texts:
+        if len(text) < _LONGEST_NAME and "\0" not in text and os.path.isfile(text):
+            raise DataError(
+                f"{printable(text, 400)}: found the name of a file, expected a text. To predict from its rows, use "
+                f"--in {shlex.quote(text)} --out FILE; each line of standard input is a text, whatever it contains.",
+                path=text,
+            )

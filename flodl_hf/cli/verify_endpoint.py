@@ -7,8 +7,7 @@ from typing import Any
 import typer
 
 from flodl_hf.cli import options as shared
-from flodl_hf.cli.choices import STYLES
-from flodl_hf.cli.options import REQUIRED, argument, chosen, option, with_parameters
+from flodl_hf.cli.options import REQUIRED, STYLES, argument, chosen, option, with_parameters
 from flodl_hf.cli.shared import emit_json, reporting, tell
 
 _TARGET = "A URL, a folder of sentence-transformers, or an ONNX file."

@@ -179,9 +179,9 @@ class Run:
             for number in damaged:
                 self._parts.discard(number)
             raise PredictError(
-                f"{self._parts.folder}: {len(damaged)} finished parts were damaged ({', '.join(map(str, damaged[:10]))}); "
-                "expected the bytes of their records. No output was written, and the other parts are kept. Check the "
-                f"disk and {self._parts.again}, which predicts the damaged parts again",
+                f"{self._parts.folder}: finished parts were damaged ({damaged[:10]}); expected the "
+                "bytes of their records. No output was written, and the other parts are kept. Check the disk and "
+                f"{self._parts.again}, which predicts the damaged parts again",
                 path=str(self._parts.folder),
                 parts=damaged,
             ) from None

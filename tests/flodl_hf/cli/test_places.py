@@ -14,7 +14,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from flodl_hf.cli.app import app_for
-from flodl_hf.cli.path_checks import FILE, FOLDER, MODEL, PLACES, ROWS, TEXTS
+from flodl_hf.cli.shared import FILE, FOLDER, MODEL, PLACES, ROWS, TEXTS
 
 # A command line of each command, with a word for each parameter of `PLACES`.
 LINES = {

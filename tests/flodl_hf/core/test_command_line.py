@@ -16,7 +16,8 @@ import pytest
 typer_testing = pytest.importorskip("typer.testing")
 
 from flodl_hf.checkpoints.weights import checkpoint as checkpoint_folder  # noqa: E402
-from flodl_hf.cli import choices, shared  # noqa: E402
+from flodl_hf.cli import options as choices  # noqa: E402
+from flodl_hf.cli import shared  # noqa: E402
 from flodl_hf.cli.app import NAMES, app, app_for  # noqa: E402
 
 

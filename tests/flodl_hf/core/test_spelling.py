@@ -16,8 +16,11 @@ typer_testing = pytest.importorskip("typer.testing")
 
 from flodl_hf.cli import export, finetune, predict  # noqa: E402
 from flodl_hf.cli.app import app  # noqa: E402
-from flodl_hf.cli.command import names_given  # noqa: E402
-from flodl_hf.cli.error_text import in_options, option_names  # noqa: E402
+from flodl_hf.cli.command import (  # noqa: E402
+    in_options,
+    names_given,
+    option_names,
+)
 
 SPELLED = [
     (predict, "keep other columns (keep=text), or", "keep other columns (--keep text), or"),

@@ -10,8 +10,8 @@ import typer
 
 from flodl.errors import ConfigError
 from flodl_hf import evaluate, load, pipeline
-from flodl_hf.cli.choices import task_word
 from flodl_hf.cli.new import DATA, new_project
+from flodl_hf.cli.options import task_word
 from flodl_hf.errors import ExportError, UnknownTaskError
 from flodl_hf.families.schema.tasks import HEADS, TASKS, WORDS, task_named
 from flodl_hf.heads.base import BaseModel

@@ -19,7 +19,7 @@ typer_testing = pytest.importorskip("typer.testing")
 
 from flodl_hf.cli import finetune as command_of  # noqa: E402
 from flodl_hf.cli.app import app  # noqa: E402
-from flodl_hf.cli.error_text import in_options, option_names  # noqa: E402
+from flodl_hf.cli.command import in_options, option_names  # noqa: E402
 
 OPTIONS = option_names(command_of.command.__wrapped__)
 QUICK = ["--epochs", "1", "--batch-size", "16", "--lr", "1e-3"]
