@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args, get_type_hints
 
 from flodl.errors import ConfigError, capped, nearest
-from flodl_hf.models.adapters.settings import FLAT_WORDS, Settings, adapter_mapping, plain_rank, read_adapter
+from flodl_hf.models.adapters.settings import Settings, adapter_mapping, plain_rank, read_adapter
 from flodl_hf.training.option_checks import checked, combination_faults, schedule_values
 from flodl_hf.training.training_arguments import TAKEN, TrainerWords, translated
 
@@ -316,8 +316,7 @@ def read_options(arguments: Mapping[str, Any]) -> tuple[Options, list[str]]:
     arguments, problems = translated(arguments, HINTS)
     for name, value in arguments.items():
         if name not in HINTS:
-            if name not in FLAT_WORDS:
-                problems.append(f"{name}: no such option{nearest(name, [*HINTS, *TAKEN])}")
+            problems.append(f"{name}: no such option{nearest(name, [*HINTS, *TAKEN])}")
         elif name != "adapter":
             try:
                 values[name] = checked(value, HINTS[name][0], HINTS[name][1].metadata)

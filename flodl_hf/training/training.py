@@ -30,7 +30,7 @@ from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.reading import ranked, read_checkpoint, signed
 from flodl.train.saving.state import copy_in_background, load_model
 from flodl_hf.inference.graph_model import GraphModel
-from flodl_hf.models.adapters.settings import flat_words
+from flodl_hf.models.adapters.settings import adapter_mapping
 from flodl_hf.models.transformers_methods import freeze
 from flodl_hf.training.evaluation import EvalPredictions
 from flodl_hf.training.job import Job
@@ -92,7 +92,7 @@ def fingerprint_of(job: Job) -> dict[str, Any]:
     return {
         **REMOVED,
         **asked,
-        **_json(flat_words(job.options.adapter)),
+        "adapter": _json(adapter_mapping(job.options.adapter)),
         "loss": _json(job.own.loss),
         "class_weights": getattr(job.objective, "weights", None),
         "metric": job.metric,

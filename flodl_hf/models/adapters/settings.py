@@ -6,7 +6,6 @@ Needs no torch.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -317,14 +316,6 @@ def _is_count(value: object, most: int = MOST_RANK) -> bool:
 
 ADAPTERS: dict[str, type[Settings]] = {"lora": Lora, "ia3": IA3, "prompt": Prompt, "prefix": Prefix}
 """Settings by the ``type`` of a mapping."""
-FLAT_WORDS = {
-    "lora_alpha": ("lora", "alpha", None), "lora_dropout": ("lora", "dropout", 0.0),
-    "lora_targets": ("lora", "targets", ()), "lora_kinds": ("lora", "", ()), "ia3": ("ia3", "targets", ()),
-    "prompt_tokens": ("prompt", "tokens", None), "prompt_text": ("prompt", "text", None),
-    "prompt_encoder": ("prompt", "encoder", None), "prompt_encoder_kind": ("prompt", "kind", "mlp"),
-    "prefix_tokens": ("prefix", "tokens", None), "prefix_encoder": ("prefix", "encoder", None),
-}  # fmt: skip
-"""Deprecated options, which recipes and checkpoints of earlier versions contain: kind, field, default."""
 
 
 def adapter_mapping(adapter: Settings | None) -> dict[str, Any] | None:
@@ -342,73 +333,26 @@ def plain_rank(adapter: Settings | None) -> int | None:
 
 
 def read_adapter(values: Mapping[str, Any]) -> tuple[Settings | None, list[str]]:
-    """Return the adapter that the options of a run describe, and the problems of these options."""
+    """Return the adapter that the options ``adapter`` and ``lora`` of a run describe, and their problems."""
     adapter, rank = values.get("adapter"), values.get("lora")
-    flat = {
-        name: values[name]
-        for name, (_, _, usual) in FLAT_WORDS.items()
-        if values.get(name) is not None and values[name] not in (usual, [])
-    }
-    asked = {name: 1 for name in ("adapter", "lora") if values.get(name) is not None}
-    asked |= {FLAT_WORDS[name][0]: 1 for name in flat}
-    if len(asked) > 1:
-        return None, [f"{' and '.join(asked)}: expected only one adapter"]
-    try:
-        if flat:
-            return _from_flat(flat, rank), []
-        if isinstance(adapter, Mapping):
-            settings: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in adapter.items()
-            }
-            kind = ADAPTERS.get(settings.pop("type", ""))
-            if kind is None:
-                return None, [f"adapter: found {dict(adapter)}; expected a type: {', '.join(ADAPTERS)}"]
+    if adapter is None:
+        return None if rank is None else Lora(rank), []
+    if rank is not None:
+        return None, ["adapter and lora: expected only one adapter"]
+    if isinstance(adapter, Mapping):
+        settings = {name: tuple(value) if isinstance(value, list) else value for name, value in adapter.items()}
+        kind = ADAPTERS.get(settings.pop("type", ""))
+        if kind is None:
+            return None, [f"adapter: found {dict(adapter)}; expected a type: {', '.join(ADAPTERS)}"]
+        try:
             return kind(**settings), []
-    except (ConfigError, TypeError) as fault:
-        return None, [f"adapter: {fault}"]
-    if adapter is not None and not isinstance(adapter, Settings):
+        except (ConfigError, TypeError) as fault:
+            return None, [f"adapter: {fault}"]
+    if not isinstance(adapter, Settings):
         found = repr(adapter) if isinstance(adapter, str) else type(adapter).__name__
         expected = "Lora, IA3, Prompt or Prefix of flodl_hf.models.adapters, or a mapping such as {type: ia3}"
         return None, [f"adapter: found {found}; expected {expected}"]
-    return adapter if rank is None else Lora(rank), []
-
-
-def _from_flat(flat: Mapping[str, Any], rank: int | None) -> Settings:
-    kind = ADAPTERS[FLAT_WORDS[next(iter(flat))][0]]
-    warnings.warn(
-        f"{', '.join(flat)}: deprecated options; use adapter={kind.__name__}(...)", DeprecationWarning, stacklevel=2
-    )
-    settings: dict[str, Any] = {
-        FLAT_WORDS[name][1]: tuple(value) if isinstance(value, list) else value
-        for name, value in flat.items()
-        if name != "lora_kinds"
-    }
-    if kind is IA3 and tuple(listed(settings["targets"])) == ("usual",):
-        settings = {}
-    if kind is Lora:
-        kinds = listed(flat.get("lora_kinds", ()))
-        settings |= {"rank": 8 if rank is None else rank, **dict.fromkeys(kinds, True)}
-    return kind(**settings)
-
-
-def flat_words(adapter: Settings | None) -> dict[str, Any]:
-    """Return an adapter as the identity of a run contains it: the deprecated options, and further settings."""
-    found = {name: usual for name, (_, _, usual) in FLAT_WORDS.items()}
-    mapping = adapter_mapping(adapter) or {}
-    for name, (kind, setting, _) in FLAT_WORDS.items():
-        if kind == mapping.get("type") and setting in mapping:
-            value = mapping.pop(setting)
-            found[name] = listed(value) if setting == "targets" else value
-    if isinstance(adapter, Lora):
-        found["lora_kinds"] = [name for name in ("rslora", "dora") if mapping.pop(name, False)]
-    elif isinstance(adapter, IA3):
-        found["ia3"] = found["ia3"] or ("usual",)
-    elif isinstance(adapter, (Prompt, Prefix)):
-        found[f"{mapping['type']}_tokens"] = adapter.tokens
-    further = {name: value for name, value in mapping.items() if name not in ("type", "rank")}
-    return {"lora": adapter.rank if isinstance(adapter, Lora) else None, **found} | (
-        {"adapter": further} if further else {}
-    )
+    return adapter, []
 
 
 def fits(wanted: str, name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from finetune_tables import labelled
 from flodl.data import LengthGroupedBatches
 from flodl.errors import ConfigError
 from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
-from flodl_hf.models.adapters.settings import flat_words
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import FinetuneOptions, Options, make_options
 
@@ -62,7 +60,6 @@ def test_the_command_sets_every_option_by_its_name() -> None:
     ("word", "instead"),
     [
         ("--beta1", "--set beta1="),
-        ("--ia3", "--set 'adapter={type: ia3"),
         ("--no-fused", "compile"),
         ("--watch", "callbacks="),
     ],
@@ -75,24 +72,19 @@ def test_an_option_without_a_flag_names_its_replacement(word: str, instead: str)
     assert instead in done.output
 
 
-def test_recipes_of_earlier_versions_describe_the_same_adapter() -> None:
-    empty = {"lora_dropout": 0.0, "lora_targets": [], "lora_kinds": [], "ia3": [], "prompt_encoder_kind": "mlp"}
+def test_recipes_describe_the_adapter() -> None:
     recorded: list[tuple[dict[str, Any], Any]] = [
-        ({**empty}, None),
-        ({**empty, "lora": 4}, Lora(4)),
-        ({**empty, "lora": 4, "lora_alpha": 8.0, "lora_kinds": ["dora"]}, Lora(4, 8.0, dora=True)),
-        ({**empty, "ia3": ["usual"]}, IA3()),
-        ({**empty, "prompt_tokens": 3, "prompt_text": "a"}, Prompt(3, "a")),
-        ({**empty, "prefix_tokens": 3}, Prefix(3)),
+        ({}, None),
+        ({"lora": 4}, Lora(4)),
+        ({"adapter": {"type": "lora", "rank": 4, "alpha": 8.0, "dora": True}}, Lora(4, 8.0, dora=True)),
+        ({"adapter": {"type": "ia3", "targets": ["key"]}}, IA3(("key",))),
+        ({"adapter": {"type": "prompt", "tokens": 3, "text": "a"}}, Prompt(3, "a")),
+        ({"adapter": Prefix(3)}, Prefix(3)),
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        for values, adapter in recorded:
-            options = make_options(values)
-            assert options.adapter == adapter
-            assert make_options({k: v for k, v in options.to_dict().items() if v is not None}) == options
-            words = {name: list(v) if isinstance(v, tuple) else v for name, v in flat_words(adapter).items()}
-            assert values.items() <= words.items()
+    for values, adapter in recorded:
+        options = make_options(values)
+        assert options.adapter == adapter
+        assert make_options({k: v for k, v in options.to_dict().items() if v is not None}) == options
     assert make_options({"vector_loss": "DenoisingAutoEncoderLoss", "fused": False}).vector_loss
     with pytest.raises(ConfigError, match="expected only one adapter"):
         make_options({"lora": 4, "adapter": IA3()})
