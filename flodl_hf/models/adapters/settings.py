@@ -98,6 +98,30 @@ def _ordered(value: Any) -> Any:
     return {name: _ordered(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
 
 
+def _check(settings: Any, expected: str, **valid: bool) -> None:
+    """Raise for settings that are not valid, all at once.
+
+    Raises:
+        ConfigError: a value of ``valid`` is false.
+    """
+    problems = [f"{name} {getattr(settings, name)!r}" for name, good in valid.items() if not good]
+    if problems:
+        kind = type(settings).__name__
+        raise ConfigError(f"{kind}: found {', '.join(problems)}; expected {expected}", problems=problems)
+
+
+def _is_count(value: object, most: int = MOST_RANK) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _are_names(value: str | Sequence[str]) -> bool:
+    return isinstance(value, str) or all(isinstance(name, str) and name for name in value)
+
+
 def _with_words(words: Mapping[str, KeywordAlias]) -> Callable[[K], K]:
     """Return a decorator for settings that take the arguments of peft's configuration too."""
 
@@ -161,29 +185,23 @@ class Lora:
     usual_targets = ("query", "value")
 
     def __post_init__(self) -> None:
-        problems = [f"rank {rank!r}" for rank in (self.rank, *self.ranks.values()) if not _is_count(rank)]
-        for alpha in (self.alpha, *self.alphas.values()):
-            number = alpha is None or (isinstance(alpha, (int, float)) and not isinstance(alpha, bool))
-            if not number or (alpha is not None and not math.isfinite(alpha)):
-                problems.append(f"alpha {alpha!r}")
-        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            problems.append(f"dropout {self.dropout!r}")
-        if not isinstance(self.targets, str) and not all(isinstance(name, str) and name for name in self.targets):
-            problems.append(f"targets {self.targets!r}")
-        if self.bias not in BIASES:
-            problems.append(f"bias {self.bias!r}")
-        if self.lora_bias and self.dora:
-            problems.append("lora_bias with dora, which peft does not have")
         tokens = self.trainable_token_indices
-        for ids in tokens.values() if isinstance(tokens, Mapping) else (tokens,):
-            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-                problems.append(f"trainable_token_indices {tokens!r}")
-        if problems:
-            raise ConfigError(
-                f"Lora: found {', '.join(problems)}; expected a rank from 1 to {MOST_RANK:,}, a finite alpha, a "
-                f"dropout from 0 to below 1, names of projections, a bias of {', '.join(BIASES)}, and ids from 0",
-                problems=problems,
-            )
+        ids = [i for some in (tokens.values() if isinstance(tokens, Mapping) else (tokens,)) for i in some]
+        alphas = [alpha for alpha in (self.alpha, *self.alphas.values()) if alpha is not None]
+        _check(
+            self,
+            f"a rank from 1 to {MOST_RANK:,}, a finite alpha, a dropout from 0 to below 1, names of projections, a bias "
+            f"of {', '.join(BIASES)}, no lora_bias with dora, and ids from 0",
+            rank=_is_count(self.rank),
+            ranks=all(map(_is_count, self.ranks.values())),
+            alpha=all(map(_is_number, alphas)),
+            dropout=_is_number(self.dropout) and 0 <= self.dropout < 1,
+            targets=_are_names(self.targets),
+            rslora=isinstance(self.rslora, bool),
+            bias=self.bias in BIASES,
+            lora_bias=not (self.lora_bias and self.dora),
+            trainable_token_indices=all(type(i) is int and i >= 0 for i in ids),
+        )
 
     def rank_of(self, *names: str) -> int:
         """Return the rank of a projection that has these names."""
@@ -221,13 +239,7 @@ class IA3:
     usual_targets = ("key", "value", "feed_forward.down")
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} {value!r}"
-            for name, value in (("targets", self.targets), ("inputs", self.inputs))
-            if not isinstance(value, str) and not all(isinstance(one, str) and one for one in value)
-        ]
-        if wrong:
-            raise ConfigError(f"IA3: found {', '.join(wrong)}; expected names of projections", problems=wrong)
+        _check(self, "names of projections", targets=_are_names(self.targets), inputs=_are_names(self.inputs))
 
     def on_input(self, *names: str) -> bool:
         """Return whether the input of a projection with these names is scaled, rather than its output."""
@@ -259,16 +271,14 @@ class Prompt:
     kind: str = "mlp"
 
     def __post_init__(self) -> None:
-        problems = [] if _is_count(self.tokens, MOST_TOKENS) else [f"tokens {self.tokens!r}"]
-        problems += [] if self.kind in KINDS else [f"kind {self.kind!r}"]
-        problems += [] if self.text is None or (isinstance(self.text, str) and self.text) else [f"text {self.text!r}"]
-        problems += [] if self.encoder is None or _is_count(self.encoder) else [f"encoder {self.encoder!r}"]
-        if problems:
-            raise ConfigError(
-                f"Prompt: found {', '.join(problems)}; expected 1 to {MOST_TOKENS:,} tokens, a text that is not empty, "
-                f"a width from 1 to {MOST_RANK:,}, and mlp or lstm",
-                problems=problems,
-            )
+        _check(
+            self,
+            f"1 to {MOST_TOKENS:,} tokens, a text that is not empty, a width from 1 to {MOST_RANK:,}, and mlp or lstm",
+            tokens=_is_count(self.tokens, MOST_TOKENS),
+            text=self.text is None or (isinstance(self.text, str) and self.text != ""),
+            encoder=self.encoder is None or _is_count(self.encoder),
+            kind=self.kind in KINDS,
+        )
 
 
 @_with_words(PREFIX)
@@ -291,14 +301,12 @@ class Prefix:
     encoder: int | None = None
 
     def __post_init__(self) -> None:
-        problems = [] if _is_count(self.tokens, MOST_TOKENS) else [f"tokens {self.tokens!r}"]
-        problems += [] if self.encoder is None or _is_count(self.encoder) else [f"encoder {self.encoder!r}"]
-        if problems:
-            raise ConfigError(
-                f"Prefix: found {', '.join(problems)}; expected 1 to {MOST_TOKENS:,} tokens, and a width from 1 to "
-                f"{MOST_RANK:,}",
-                problems=problems,
-            )
+        _check(
+            self,
+            f"1 to {MOST_TOKENS:,} tokens, and a width from 1 to {MOST_RANK:,}",
+            tokens=_is_count(self.tokens, MOST_TOKENS),
+            encoder=self.encoder is None or _is_count(self.encoder),
+        )
 
 
 Settings = Lora | IA3 | Prompt | Prefix
@@ -308,10 +316,6 @@ Settings = Lora | IA3 | Prompt | Prefix
 def listed(names: str | Sequence[str]) -> tuple[str, ...]:
     """Return a name or several as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _is_count(value: object, most: int = MOST_RANK) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
 ADAPTERS: dict[str, type[Settings]] = {"lora": Lora, "ia3": IA3, "prompt": Prompt, "prefix": Prefix}

@@ -17,7 +17,7 @@ from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.attach import Adapter, Site, adapters_of
 from flodl_hf.models.adapters.folder import ENDS, HEAD, VIRTUAL, WEIGHTS, prefix_of
 from flodl_hf.models.adapters.fresh import Names
-from flodl_hf.models.adapters.peft_file import every_value, ia3_values, lora_values, virtual_values
+from flodl_hf.models.adapters.peft_file import FIELDS
 from flodl_hf.models.adapters.settings import IA3, Prefix, Prompt, fits
 from flodl_hf.models.saving import Contents, model_contents
 from flodl_hf.nn.adapter_layers import RowsPart
@@ -97,13 +97,21 @@ def _json(values: Mapping[str, Any]) -> bytes:
 
 
 def _settings(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
+    """Return all entries of ``adapter_config.json``, sorted by name."""
     if adapter.stored:
         return dict(adapter.stored)
     names, source = Names(model), model.source
     # A bias without its weight is trained because of `Lora.bias`, not because its module is saved whole.
     whole = [name for name in adapter.kept if not name.endswith(".bias") or f"{name[:-4]}weight" in adapter.kept]
-    kept = _modules(model, [names.theirs(ours) for ours in whole])
-    return every_value(_of_kind(model, adapter), kept, base=None if source is None else source.name, head=model.head)
+    common = {
+        "auto_mapping": None,
+        "base_model_name_or_path": None if source is None else source.name,
+        "inference_mode": True,
+        "modules_to_save": _modules(model, [names.theirs(ours) for ours in whole]) or None,
+        "revision": None,
+        "task_type": task_named(model.head).peft,
+    }
+    return dict(sorted({**_of_kind(model, adapter), **common}.items()))
 
 
 def _of_kind(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
@@ -112,21 +120,53 @@ def _of_kind(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
     if isinstance(settings, (Prompt, Prefix)):
         encoder: Any = model.config.encoder
         words: Any = model.graph.get_submodule(WORDS)
-        width = words.embedding_dim if isinstance(settings, Prompt) else encoder.hidden_size
-        return virtual_values(settings, width, encoder.num_heads, encoder.num_layers)
+        found: dict[str, Any] = {
+            "num_attention_heads": encoder.num_heads,
+            "num_layers": encoder.num_layers,
+            "num_transformer_submodules": 1,
+            "num_virtual_tokens": settings.tokens,
+            "token_dim": words.embedding_dim if isinstance(settings, Prompt) else encoder.hidden_size,
+        }
+        width = {"encoder_hidden_size": settings.encoder}
+        if isinstance(settings, Prefix):
+            return found | width | {"peft_type": "PREFIX_TUNING", "prefix_projection": settings.encoder is not None}
+        if settings.encoder is None:
+            return found | {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
+        made = {"encoder_reparameterization_type": settings.kind.upper(), "encoder_dropout": 0.0}
+        return found | width | made | {"peft_type": "P_TUNING", "encoder_num_layers": 2}
     if isinstance(settings, IA3):
         inside = {place: site for place, site in sites.items() if settings.on_input(*site.names)}
         ends = _ends(model, inside)
         rest = _ends(model, {place: site for place, site in sites.items() if place not in inside})
-        return ia3_values(sorted({*ends, *rest}), ends)
-    ranks, alphas = {}, {}
+        return {
+            "fan_in_fan_out": False,
+            "feedforward_modules": ends,
+            "init_ia3_weights": True,
+            "peft_type": "IA3",
+            "target_modules": sorted({*ends, *rest}),
+        }
     sites = {theirs: site for theirs, site in sites.items() if not isinstance(adapter.parts[site.paths[0]], RowsPart)}
-    for site in sites.values():
-        if (rank := settings.rank_of(*site.names)) != settings.rank:
-            ranks[site.theirs] = rank
-        if (alpha := settings.alpha_of(*site.names)) != settings.alpha_of():
-            alphas[site.theirs] = int(alpha) if alpha.is_integer() else alpha
-    return lora_values(settings, _ends(model, sites), ranks, alphas)
+    usual, tokens = settings.alpha_of(), settings.trainable_token_indices
+    ranks = {theirs: settings.rank_of(*site.names) for theirs, site in sites.items()}
+    alphas = {theirs: settings.alpha_of(*site.names) for theirs, site in sites.items()}
+    ids = {name: list(rows) for name, rows in tokens.items()} if isinstance(tokens, Mapping) else list(tokens)
+    return {
+        **{name: getattr(settings, ours) for name, ours in FIELDS.items()},
+        "alpha_pattern": {theirs: _plain(alpha) for theirs, alpha in alphas.items() if alpha != usual},
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": _plain(usual),
+        "peft_type": "LORA",
+        "rank_pattern": {theirs: rank for theirs, rank in ranks.items() if rank != settings.rank},
+        "target_modules": _ends(model, sites),
+        "trainable_token_indices": ids or None,
+    }
+
+
+def _plain(number: float) -> float:
+    return int(number) if number.is_integer() else number
 
 
 def _head(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
