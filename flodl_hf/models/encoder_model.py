@@ -23,7 +23,6 @@ from flodl_hf.checkpoints.keywords import SAVE, accept_keywords
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.families import model_types
 from flodl_hf.families.schema.tasks import HEADS, Task, task_named
-from flodl_hf.models.adapted import Adapted
 from flodl_hf.models.building import build_graph, declared_ties, initialise, tie_tensors
 from flodl_hf.models.opening import FromPretrained
 from flodl_hf.models.transformers_methods import TransformersMethods
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from flodl_hf.inference.options import Precision, RunKeywords, RunOptions
 
 
-class EncoderModel(FromPretrained, Adapted, TransformersMethods):
+class EncoderModel(FromPretrained, TransformersMethods):
     """An encoder with one task's head.
 
     Made by ``from_pretrained`` or ``from_config``; called with Hugging Face's keyword arguments.

@@ -23,7 +23,7 @@ from torch import Tensor
 from flodl.devices import default_device, find_device
 from flodl.errors import CheckpointError, ConfigError, DeviceError, FlodlError, capped
 from flodl.garbage_collection import gc_paused
-from flodl.graph import Graph
+from flodl.graph.graph import Graph
 from flodl_hf.checkpoints.config.file import MAX_LABELS
 from flodl_hf.checkpoints.config.model_config import ModelConfig, listed_texts, read_config_file
 from flodl_hf.checkpoints.folders import MODEL_FILES, TOKENIZER_FILES, VOCABULARY_FILES, holds_adapter
@@ -34,10 +34,9 @@ from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.checkpoints.weights.loaded import OnDisk, Source, Weights, stays_on_disk, warn_of_unexpected
 from flodl_hf.checkpoints.weights.loading import Plan, class_of
 from flodl_hf.checkpoints.weights.manifest import SourceManifest
-from flodl_hf.families.schema import PassthroughTensor
+from flodl_hf.families.schema.record import PassthroughTensor
 from flodl_hf.inference.classes import score_function
-from flodl_hf.inference.graph_model import GraphModel
-from flodl_hf.models.adapters.attach import adapters_of
+from flodl_hf.models.adapted import Adapted
 from flodl_hf.models.building import (
     FiniteCheck,
     assign,
@@ -67,7 +66,7 @@ if TYPE_CHECKING:
     from flodl_hf.models.adapters.folder import AdapterFolder
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
-ModelT = TypeVar("ModelT", bound=GraphModel)
+ModelT = TypeVar("ModelT", bound=Adapted)
 
 
 def numbered_labels(count: int | None) -> list[str] | None:
@@ -118,9 +117,8 @@ def load_model(
     with gc_paused(settled=True), nullcontext() if around is None else torch.device("cpu"):
         model = _load(model_class, name_or_path, wanted, hub=hub, verified=verified, adapter=opened)
         if opened is not None:
-            held = adapters_of(model)
-            held.add("default", opened.adapter(model))
-            held.put(model, "default")
+            model._held_adapters.known["default"] = opened.adapter(model)
+            model.set_adapter("default")
     return model.eval()
 
 

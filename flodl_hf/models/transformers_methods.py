@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError, nearest
-from flodl_hf.inference.graph_model import GraphModel
-from flodl_hf.models.adapters.attach import adapters_of
+from flodl_hf.models.adapted import Adapted
 
 
 def size_text(nbytes: int) -> str:
@@ -28,7 +27,7 @@ def size_text(nbytes: int) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-class TransformersMethods(GraphModel):
+class TransformersMethods(Adapted):
     """Methods of models other than their task, with the names of transformers' ``PreTrainedModel``."""
 
     # --- size -----------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ class TransformersMethods(GraphModel):
 
     def _learn(self, paths: Sequence[str], learn: bool) -> Self:
         places = frozen_paths(self, paths)
-        kept = set() if learn else {id(p) for p in adapters_of(self).part_parameters()}
+        kept = set() if learn else _of_adapter(self)
         for name, parameter in self.graph.named_parameters():
             found = any(name == place or name.startswith(place + ".") for place in places)
             if not places or (found and id(parameter) not in kept):
@@ -197,6 +196,13 @@ class TransformersMethods(GraphModel):
         return f"<div><b>{escape(type(self).__name__)}</b></div>{table(rows)}"
 
 
+def _of_adapter(model: Adapted) -> set[int]:
+    """Return the ids of the parameters of the active adapter's parts, without the head that it keeps."""
+    held = model._held_adapters
+    parts = () if held.active is None else held.known[held.active].parts.values()
+    return {id(parameter) for part in parts for parameter in part.parameters()}
+
+
 def _resized(values: Tensor, rows: int, scale: float | None) -> Tensor:
     """Return values with so many rows: cut, or extended with the mean of the existing rows, or drawn with ``scale``."""
     values = values.detach()
@@ -208,7 +214,7 @@ def _resized(values: Tensor, rows: int, scale: float | None) -> Tensor:
     return torch.cat([values, more])
 
 
-def frozen_paths(model: GraphModel, paths: Sequence[str]) -> list[str]:
+def frozen_paths(model: Adapted, paths: Sequence[str]) -> list[str]:
     """Return the full paths that short ones stand for: ``layers.0-2`` is three layers of the encoder.
 
     Raises:
@@ -260,7 +266,7 @@ def _range(written: re.Match[str], parents: Collection[str]) -> tuple[list[str],
     return [], f" has no numbered parts under {head.rstrip('.') or 'no name'}"
 
 
-def frozen_parameters(model: GraphModel, paths: Sequence[str]) -> list[nn.Parameter]:
+def frozen_parameters(model: Adapted, paths: Sequence[str]) -> list[nn.Parameter]:
     """Return the parameters of the base model at ``paths``, without the parts of an adapter.
 
     Raises:
@@ -268,7 +274,7 @@ def frozen_parameters(model: GraphModel, paths: Sequence[str]) -> list[nn.Parame
     """
     if not paths:
         return []
-    places, adapter = frozen_paths(model, paths), {id(p) for p in adapters_of(model).part_parameters()}
+    places, adapter = frozen_paths(model, paths), _of_adapter(model)
     found = [
         parameter
         for name, parameter in model.graph.named_parameters()
@@ -283,7 +289,7 @@ def frozen_parameters(model: GraphModel, paths: Sequence[str]) -> list[nn.Parame
     return found
 
 
-def freeze(model: GraphModel, paths: Sequence[str]) -> None:
+def freeze(model: Adapted, paths: Sequence[str]) -> None:
     """Exclude the base model's parameters at ``paths`` from training; see `frozen_parameters`.
 
     Raises:

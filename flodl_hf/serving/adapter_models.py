@@ -84,14 +84,10 @@ class MixedAdapters:
     """
 
     def __init__(self, base: Any, members: Mapping[str, Any]) -> None:
-        from flodl_hf.models.adapters.attach import Adapters
         from flodl_hf.models.adapters.mixed import Mixed
 
         self.names = tuple(members)
-        adapters = Adapters()
-        for name, member in members.items():
-            adapters.add(name, member._held_adapters.named("default"))
-        self._mixed = Mixed(base, adapters, self.names)
+        self._mixed = Mixed(base, {name: member._adapter_named("default") for name, member in members.items()})
 
     def start(self, table: TokenTable, work: Work, places: Sequence[Sequence[int]] | None) -> Pending:
         """Return the pending results of rows; the only place of each row is the index of its adapter."""

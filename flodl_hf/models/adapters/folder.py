@@ -6,7 +6,7 @@ omit. Every fault is found before the model is changed, and all are reported tog
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,11 +23,12 @@ from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import read_recipe
 from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.checkpoints.weights.loading import head_of
-from flodl_hf.families.schema import Family
+from flodl_hf.families.schema.record import Family
 from flodl_hf.inference.graph_model import GraphModel
-from flodl_hf.models.adapters.attach import Adapter, Part, Site
 from flodl_hf.models.adapters.fresh import (
-    Names,
+    Adapter,
+    Part,
+    Site,
     check_places,
     check_tables,
     parts_of,
@@ -35,11 +36,12 @@ from flodl_hf.models.adapters.fresh import (
     shapes_of,
     sites_of,
     tables_of_tokens,
+    their_names,
 )
 from flodl_hf.models.adapters.peft_file import of_pattern, read_settings, targeted, task_of
 from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt, Settings
 from flodl_hf.nn.adapter_layers import LoraPart, RowsPart, ScalePart, TablePart
-from flodl_hf.nn.joined_tensors import as_whole, part_of, split
+from flodl_hf.nn.joined_tensors import part_of, split
 from flodl_hf.nn.prompts import WORDS, PromptPart
 
 WEIGHTS, BIN, HEAD = "adapter_model.safetensors", "adapter_model.bin", "head_config.json"
@@ -57,8 +59,6 @@ ENDS: Mapping[type[nn.Module], Mapping[str, str]] = {
 """What names of tensors in the file end with, by kind of part and attribute."""
 ATTRIBUTES = {f"{LENGTHS}.weight": "magnitude", **{end: name for ends in ENDS.values() for name, end in ends.items()}}
 
-Stored = Mapping[str, Mapping[str, Tensor]]
-"""Tensors of the file by transformers' path and attribute of the part."""
 Parts = dict[str, Part]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -80,11 +80,6 @@ class AdapterFolder:
     settings: Settings
     head: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-
-    @property
-    def prefix(self) -> str:
-        """What names of the base's tensors begin with in the file."""
-        return prefix_of(self.settings)
 
     @property
     def base(self) -> str:
@@ -119,7 +114,9 @@ class AdapterFolder:
         spec = None if head == "base" else config.family.heads.get(head)
         if spec is None or spec.classifier is None:
             return None
-        name = self.prefix + config.family.key_map(config.encoder, head).theirs(f"{spec.classifier}.weight")
+        name = prefix_of(self.settings) + config.family.key_map(config.encoder, head).theirs(
+            f"{spec.classifier}.weight"
+        )
         held = self.tensors.get(name)
         if held is None or held.ndim != 2 or held.shape[0] == config.num_labels:
             return None
@@ -132,8 +129,7 @@ class AdapterFolder:
             CheckpointError: tensors are missing, unexpected, mis-shaped or not finite, or the head is missing;
                 ``problems`` lists all of it.
         """
-        where = str(self.path / WEIGHTS)
-        task = self.task(model.config.family)
+        where, settings, task = str(self.path / WEIGHTS), self.settings, self.task(model.config.family)
         if task is not None and task != model.head:
             raise CheckpointError(
                 f"{self.path}: an adapter for {task}, and the model is opened for {model.head}; open it with head="
@@ -142,33 +138,30 @@ class AdapterFolder:
                 problems=["task_type"],
             )
         sites, problems = sites_of(model), []
+        virtual, prefix = isinstance(settings, (Prompt, Prefix)), prefix_of(settings)
         found: dict[str, dict[str, Tensor]] = {}
         kept: dict[str, Tensor] = {}
-        virtual = isinstance(self.settings, (Prompt, Prefix))
         for name, tensor in self.tensors.items():
-            inner = name.removeprefix(self.prefix)
+            inner = name.removeprefix(prefix)
             end = None if virtual else next((end for end in ATTRIBUTES if inner.endswith(end)), None)
-            known = name == VIRTUAL if virtual else False
-            if not (known or name.startswith(self.prefix)) or tensor.dtype not in FLOATS:
+            is_virtual = virtual and name == VIRTUAL
+            if not (is_virtual or name.startswith(prefix)) or tensor.dtype not in FLOATS:
                 problems.append(f"{printable(name)}: {tensor.dtype}, no tensor of an adapter")
             elif not bool(torch.isfinite(tensor).all()):
                 problems.append(f"{printable(name)}: contains values that are not finite")
-            elif known or ".original_module." in inner:  # what a whole module stood in for, with its bias
+            elif is_virtual or ".original_module." in inner:  # what a whole module stood in for, with its bias
                 continue
-            elif end is not None:
-                path = _known(inner.removesuffix(end), sites, model)
-                if path is None:
-                    problems.append(f"{printable(name)}: the model has no such projection")
-                else:
-                    found.setdefault(path, {})[ATTRIBUTES[end]] = tensor.float()
-            else:
+            elif end is None:
                 kept[_bare(inner)] = tensor
-        parts: Parts = {}
-        if isinstance(self.settings, (Prompt, Prefix)):
-            parts = self._virtual(model, self.settings, problems)
+            elif (path := _spelling(inner.removesuffix(end), sites, model)) is None:
+                problems.append(f"{printable(name)}: the model has no such projection")
+            else:
+                found.setdefault(path, {})[ATTRIBUTES[end]] = tensor.float()
+        if isinstance(settings, (Prompt, Prefix)):
+            parts = self._virtual(model, settings, problems)
         else:
-            parts = self._beside(model, sites, found, problems)
-        held, strange = _kept(model, kept, self.values.get("modules_to_save") or (), self.prefix)
+            parts = self._parts(model, settings, sites, found, problems)
+        held, strange = _kept(model, kept, self.values.get("modules_to_save") or (), prefix)
         problems += strange
         headless = [name for name in model.untrained if name not in held]
         if headless:
@@ -184,12 +177,11 @@ class AdapterFolder:
                 problems=problems,
                 headless=headless,
             )
-        dtype = model.dtype
-        own = {name: nn.Parameter(tensor.to(dtype).contiguous()) for name, tensor in held.items()}
-        labels = model.config.labels if model.head in ("sequence_classification", "token_classification") else None
+        own = {name: nn.Parameter(tensor.to(model.dtype).contiguous()) for name, tensor in held.items()}
+        labelled = model.head in ("sequence_classification", "token_classification")
         return Adapter(
-            self.settings, {path: sites[path] for path in sites if path in found}, parts, own, {},
-            None if labels is None else tuple(labels), self.head.get("problem_type"), dict(self.values),
+            settings, {path: sites[path] for path in sites if path in found}, parts, own, {},
+            tuple(model.config.labels) if labelled else None, self.head.get("problem_type"), dict(self.values),
             read_recipe(self.path), self.head.get("activation_fn"),
         )  # fmt: skip
 
@@ -199,81 +191,65 @@ class AdapterFolder:
         width = words.embedding_dim if isinstance(settings, Prompt) else 2 * encoder.num_layers * encoder.hidden_size
         whole, shape = self.tensors.get(VIRTUAL), (settings.tokens, width)
         if whole is None or tuple(whole.shape) != shape:
-            problems.append(
-                f"{VIRTUAL}: {'missing' if whole is None else f'shape {tuple(whole.shape)}'}, expected {shape}"
-            )
-            return {}
-        if whole.dtype not in FLOATS:
+            found = "missing" if whole is None else f"shape {tuple(whole.shape)}"
+            problems.append(f"{VIRTUAL}: {found}, expected {shape}")
             return {}
         check_places(model, settings.tokens)
         if isinstance(settings, Prompt):
             return {WORDS: PromptPart(nn.Parameter(whole.float().contiguous()))}
         return prefix_parts(model, whole.float())
 
-    def _beside(self, model: GraphModel, sites: Mapping[str, Site], stored: Stored, problems: list[str]) -> Parts:
-        """Return the parts of projections; add problems to ``problems``."""
-        settings = cast("Lora | IA3", self.settings)
-        parts: Parts = {}
+    def _parts(
+        self, model: GraphModel, settings: Lora | IA3, sites: Mapping[str, Site],
+        stored: Mapping[str, Mapping[str, Tensor]], problems: list[str],
+    ) -> Parts:  # fmt: skip
+        """Return the parts of projections and tables; add problems to ``problems``."""
+        tokens = {}
         if isinstance(settings, Lora):
-            parts |= self._rows(model, sites, stored, settings, problems)
+            tokens = tables_of_tokens(model, settings.trainable_token_indices, sites)
         wanted = targeted(self.values, sites, str(self.path / CONFIG))
-        check_tables(model, [path for path in wanted or () if sites[path].is_table])
-        stored = {path: tensors for path, tensors in stored.items() if sites[path].paths[0] not in parts}
-        first = "ia3_l" if isinstance(settings, IA3) else "lora_A.weight"
-        for path in sorted((wanted or set()) - set(stored)):
-            problems.append(f"{PREFIX}{path}.{first}: missing, although target_modules means it")
-        for path in sorted(set(stored) - wanted if wanted is not None else ()):
-            problems.append(f"{PREFIX}{path}.{first}: there, although target_modules does not mean it")
+        if wanted is None:  # all linear ones, of which an adapter may have left some out
+            wanted = {path for path, tensors in stored.items() if "rows" not in tensors}
+        check_tables(model, [path for path in wanted if sites[path].is_table])
         if not stored:
             problems.append(f"no tensors of {'IA3' if isinstance(settings, IA3) else 'LoRA'}")
-        for path, tensors in stored.items():
-            parts |= self._parts(model, sites[path], tensors, settings, problems)
-        return parts
-
-    def _rows(
-        self, model: GraphModel, sites: Mapping[str, Site], stored: Stored, settings: Lora, problems: list[str]
-    ) -> Parts:
-        """Return the rows of tokens by our paths of the tables; problems are added to ``problems``."""
-        expected = tables_of_tokens(model, settings.trainable_token_indices, sites)
-        for path in sorted(expected.keys() ^ {path for path, tensors in stored.items() if "rows" in tensors}):
-            fault = "missing, although" if path in expected else "there, although no id of"
-            problems.append(f"{PREFIX}{path}.token_adapter.trainable_tokens_delta: {fault} trainable_token_indices")
         parts: Parts = {}
-        for path, ids in expected.items():
-            rows = stored.get(path, {}).get("rows")
-            if rows is None:
-                continue
-            place = sites[path].paths[0]
-            shape = (len(ids), cast("Any", model.graph.get_submodule(place)).embedding_dim)
-            if tuple(rows.shape) != shape or len(stored[path]) > 1:
-                problems.append(f"{PREFIX}{path}: shape {tuple(rows.shape)}, expected {shape} and no other tensor")
+        for path in (path for path in sites if path in wanted or path in tokens or path in stored):
+            site, tensors = sites[path], stored.get(path, {})
+            rank, scale = 0, 1.0
+            if isinstance(settings, Lora):
+                rank = of_pattern(self.values.get("rank_pattern"), path, settings.rank)
+                alpha = of_pattern(self.values.get("alpha_pattern"), path, settings.alpha_of())
+                scale = alpha / (rank**0.5 if settings.rslora else rank)
+            shapes = shapes_of(model.graph, site, settings, rank) if path in wanted else {}
+            if path in tokens:
+                shapes["rows"] = (
+                    len(tokens[path]),
+                    cast("Any", model.graph.get_submodule(site.paths[0])).embedding_dim,
+                )
+            kinds = (ScalePart, RowsPart, TablePart if site.is_table else LoraPart)
+            ends = {name: f"{PREFIX}{path}{end}" for kind in kinds for name, end in ENDS[kind].items()}
+            expected = ", ".join(ends[name] for name in shapes)
+            wrong = (
+                [f"{path}: a target, and a table of trainable_token_indices"]
+                if path in wanted and path in tokens
+                else []
+            )
+            for name, end in ends.items():
+                if name not in tensors and name in shapes:
+                    wrong.append(f"{end}: missing, although {CONFIG} names its module")
+                elif name in tensors and name not in shapes:
+                    by = f"{expected} and no other tensor" if shapes else f"none, although no id or target of {CONFIG}"
+                    wrong.append(f"{end}: there, expected {by}")
+                elif name in tensors and tuple(tensors[name].shape) != shapes[name]:
+                    wrong.append(f"{end}: shape {tuple(tensors[name].shape)}, expected {shapes[name]}")
+            if wrong:
+                problems += wrong
+            elif path in tokens:
+                parts[site.paths[0]] = RowsPart(nn.Parameter(tensors["rows"].contiguous()), torch.tensor(tokens[path]))
             else:
-                parts[place] = RowsPart(nn.Parameter(rows.contiguous()), torch.tensor(ids))
+                parts |= parts_of(site, tensors, settings, scale)
         return parts
-
-    def _parts(
-        self, model: GraphModel, site: Site, tensors: Mapping[str, Tensor], settings: Lora | IA3, problems: list[str]
-    ) -> Parts:
-        """Return the parts of one projection or table by our paths; problems are added to ``problems``."""
-        if isinstance(settings, IA3):
-            rank, scale, on_input = 0, 1.0, settings.on_input(site.theirs)
-        else:
-            rank = of_pattern(self.values.get("rank_pattern"), site.theirs, settings.rank)
-            alpha = of_pattern(self.values.get("alpha_pattern"), site.theirs, settings.alpha_of())
-            scale, on_input = alpha / (rank**0.5 if settings.rslora else rank), False
-        shapes = shapes_of(model.graph, site, settings, rank, on_input=on_input)
-        kinds = (LoraPart, ScalePart, RowsPart, *([TablePart] if site.is_table else []))
-        ends = {name: f"{PREFIX}{site.theirs}{end}" for kind in kinds for name, end in ENDS[kind].items()}
-        wrong = [
-            f"{ends[name]}: "
-            + ("missing" if name not in tensors else f"shape {tuple(tensors[name].shape)}, expected {shape}")
-            for name, shape in shapes.items()
-            if name not in tensors or tuple(tensors[name].shape) != shape
-        ]
-        expected = ", ".join(ends[name] for name in shapes)
-        wrong += [f"{ends[name]}: expected {expected} and no other tensor" for name in tensors if name not in shapes]
-        problems += wrong
-        return {} if wrong else parts_of(site, tensors, settings, scale, on_input=on_input)
 
 
 def prefix_of(settings: Settings) -> str:
@@ -282,10 +258,10 @@ def prefix_of(settings: Settings) -> str:
     return "base_model." if isinstance(settings, (Prompt, Prefix)) else PREFIX
 
 
-def _known(path: str, sites: Mapping[str, Site], model: GraphModel) -> str | None:
-    """Return the path of a projection that a file's is, with or without the prefix of a task model."""
+def _spelling(path: str, known: Container[str], model: GraphModel) -> str | None:
+    """Return a known name that a file's is, with or without the prefix of a task model."""
     prefix = model.config.family.base_prefix + "."
-    return next((p for p in (path, path.removeprefix(prefix), prefix + path) if p in sites), None)
+    return next((name for name in (path, path.removeprefix(prefix), prefix + path) if name in known), None)
 
 
 def _bare(name: str) -> str:
@@ -300,28 +276,25 @@ def _kept(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return whole tensors by our name, and the problems found; ``modules`` are required,
     ``begin`` is how names in the file begin."""
-    names, held, problems = Names(model), {}, []
+    held, problems = {}, []
     taken: set[str] = set()
     spec = None if model.head == "base" else model.config.family.heads[model.head]
-    classifier = None if spec is None else spec.classifier
     tied = {tie.also for tie in spec.ties} if spec is not None else set()
-    prefix = model.config.family.base_prefix + "."
-    for ours, parameter in model.graph.named_parameters(remove_duplicate=False):
-        marked = names.theirs(ours)
-        whole = as_whole(marked)
-        place = next((p for p in (whole, whole.removeprefix(prefix), prefix + whole) if p in tensors), None)
+    for ours, marked in their_names(model).items():
+        part = part_of(marked)
+        whole = marked if part is None else part.whole
+        place = _spelling(whole, tensors, model)
         if place is None:
             if ours not in tied and _means(modules, whole):
                 problems.append(f"{printable(begin + whole)}: missing, although modules_to_save names its module")
             continue
         taken.add(place)
-        part = part_of(marked)
         try:
             tensor = tensors[place] if part is None else split(tensors[place], part)
         except (RuntimeError, ValueError):
             tensor = tensors[place]
-        shape = tuple(parameter.shape)
-        if classifier is not None and ours.startswith(classifier + "."):
+        shape = tuple(model.graph.get_parameter(ours).shape)
+        if spec is not None and spec.classifier is not None and ours.startswith(spec.classifier + "."):
             shape = (model.config.num_labels, *shape[1:])
         if tuple(tensor.shape) != shape:
             problems.append(f"{printable(begin + place)}: shape {tuple(tensor.shape)}, expected {shape}")
@@ -364,7 +337,15 @@ def open_adapter(name_or_path: str | Path, hub: Mapping[str, Any] = {}) -> Adapt
     head: dict[str, Any] = {}
     if is_entry(path, HEAD):
         head = _head(read_json(read_member(path, HEAD, MAX_CONFIG_BYTES, ConfigError), str(path / HEAD)), path)
-    return AdapterFolder(path, values, settings, head, _tensors(path))
+    name = next((name for name in (WEIGHTS, BIN) if is_entry(path, name)), None)
+    if name is None:
+        raise CheckpointError(
+            f"{path}: {WEIGHTS} is missing; expected it next to {CONFIG}. Fetch the folder again.",
+            path=str(path),
+            problems=[WEIGHTS],
+        )
+    with Checkpoint.open(path, named=name) as opened:
+        return AdapterFolder(path, values, settings, head, opened.read_all())
 
 
 def _head(values: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -386,15 +367,3 @@ def _head(values: dict[str, Any], path: Path) -> dict[str, Any]:
             problems=problems,
         )
     return values
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    name = next((name for name in (WEIGHTS, BIN) if is_entry(path, name)), None)
-    if name is None:
-        raise CheckpointError(
-            f"{path}: {WEIGHTS} is missing; expected it next to {CONFIG}. Fetch the folder again.",
-            path=str(path),
-            problems=[WEIGHTS],
-        )
-    with Checkpoint.open(path, named=name) as opened:
-        return opened.read_all()

@@ -3,22 +3,86 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError, capped, nearest
+from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.inference.graph_model import GraphModel
-from flodl_hf.models.adapters.attach import Adapter, Part, Site
 from flodl_hf.models.adapters.settings import ALL_LINEAR, IA3, Lora, Prefix, Prompt, Settings, fits, listed
 from flodl_hf.nn.adapter_layers import LoraPart, RowsPart, ScalePart, TablePart
-from flodl_hf.nn.joined_tensors import as_whole, join, part_of, split
+from flodl_hf.nn.joined_tensors import Part as Slice
+from flodl_hf.nn.joined_tensors import join, part_of, split
 from flodl_hf.nn.prompts import WORDS, BiLstmEncoder, MadePrefixPart, PrefixMaker, PrefixPart, PromptPart, ShiftPart
 
+Part = LoraPart | TablePart | RowsPart | ScalePart | PromptPart | PrefixPart | ShiftPart
+"""The parts of an adapter for one module."""
 PREFIX_STD = 0.02
 POSITIONS = "encoder.embeddings.position"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A projection or embedding table of transformers' model, and our modules that it contains.
+
+    Attributes:
+        theirs: the module's path in transformers' model.
+        paths: our paths; several if one matrix contains several projections.
+        slices: the slice of the matrix for each path; empty for the whole matrix.
+        groups: in how many groups of rows the slices alternate, one for each head; where they do, transformers adds
+            the bias outside the module, so that scales do not apply to it.
+        is_table: whether it is an embedding table.
+    """
+
+    theirs: str
+    paths: tuple[str, ...]
+    slices: tuple[Slice, ...] = ()
+    groups: int = 1
+    is_table: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All paths."""
+        return (self.theirs, *self.paths)
+
+
+@dataclass
+class Adapter:
+    """One adapter, in a model or not.
+
+    Attributes:
+        settings: the settings that it was created with.
+        sites: where it goes, by transformers' path.
+        parts: its parts by our path of the module.
+        kept: tensors that it stores whole, by our name.
+        untrained: names of the tensors in ``kept`` with random values, with their version counters.
+        labels: names of the head's labels; None for the model's.
+        problem_type: the problem type of the labels; None for the model's.
+        stored: settings of the file that it was loaded from.
+        recipe: how vectors are made with it; None for as the model makes them.
+        score_activation: path of the activation that makes scores of a ranker's logits; None for the model's.
+    """
+
+    settings: Settings
+    sites: dict[str, Site]
+    parts: dict[str, Part]
+    kept: dict[str, nn.Parameter]
+    untrained: dict[str, int] = field(default_factory=dict)
+    labels: tuple[str, ...] | None = None
+    problem_type: str | None = None
+    stored: Mapping[str, Any] = field(default_factory=dict)
+    recipe: SentenceTransformerConfig | None = None
+    score_activation: str | None = None
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Yield all modules and tensors of the adapter."""
+        for part in self.parts.values():
+            yield from part.parameters()
+        yield from self.kept.values()
 
 
 def kept_names(model: GraphModel, settings: Settings | None = None) -> list[str]:
@@ -79,25 +143,15 @@ def new_adapter(model: GraphModel, settings: Settings) -> Adapter:
     return Adapter(settings, {site.theirs: site for site in sites}, parts, held, untrained)
 
 
-def shapes_of(
-    graph: nn.Module, site: Site, settings: Lora | IA3, rank: int, *, on_input: bool
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an adapter's tensors for one matrix of transformers, by the attribute of the part.
-
-    Args:
-        graph: the model's graph.
-        site: the matrix.
-        settings: the adapter's settings.
-        rank: of a low-rank sum.
-        on_input: whether scales are of inputs.
-    """
+def shapes_of(graph: nn.Module, site: Site, settings: Lora | IA3, rank: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an adapter's tensors for one matrix of transformers, by the attribute of the part."""
     modules: list[Any] = [graph.get_submodule(path) for path in site.paths]
     if site.is_table:
         out, into = modules[0].embedding_dim, modules[0].num_embeddings
     else:
         out, into = sum(linear.out_features for linear in modules), modules[0].in_features
     if isinstance(settings, IA3):
-        return {"scales": (1, into) if on_input else (out, 1)}
+        return {"scales": (1, into) if settings.on_input(*site.names) else (out, 1)}
     shapes: dict[str, tuple[int, ...]] = {"down": (rank, into), "up": (out, rank)}
     if settings.dora:
         shapes["magnitude"] = (out,)
@@ -106,9 +160,7 @@ def shapes_of(
     return shapes
 
 
-def parts_of(
-    site: Site, tensors: Mapping[str, Tensor], settings: Lora | IA3, scale: float, *, on_input: bool
-) -> dict[str, Part]:
+def parts_of(site: Site, tensors: Mapping[str, Tensor], settings: Lora | IA3, scale: float) -> dict[str, Part]:
     """Return the parts of one matrix by our path, cut from tensors of the whole matrix.
 
     Args:
@@ -116,21 +168,20 @@ def parts_of(
         tensors: in the shapes of `shapes_of`; projections share ``down``, and scales of inputs.
         settings: the adapter's settings.
         scale: factor of a low-rank sum.
-        on_input: whether scales are of inputs.
     """
-    shared = {name: nn.Parameter(tensor.contiguous()) for name, tensor in tensors.items() if name == "down"}
+    on_input = isinstance(settings, IA3) and settings.on_input(*site.names)
     if isinstance(settings, IA3):
         tensors = {"scales": tensors["scales"].flatten()}
-        shared = {"scales": nn.Parameter(tensors["scales"].contiguous())} if on_input else {}
+    shared = {name: nn.Parameter(tensor.contiguous()) for name, tensor in tensors.items() if name == "down" or on_input}
     parts: dict[str, Part] = {}
-    for path, part in zip(site.paths, [part_of(mark) for mark in site.marks] or [None], strict=True):
+    for path, part in zip(site.paths, site.slices or [None], strict=True):
         own = shared | {
             name: nn.Parameter((tensor if part is None else split(tensor, part)).clone())
             for name, tensor in tensors.items()
             if name not in shared
         }
         if isinstance(settings, IA3):
-            parts[path] = ScalePart(own["scales"], on_input, site.bias_apart)
+            parts[path] = ScalePart(own["scales"], on_input, site.groups > 1)
         elif site.is_table:
             parts[path] = TablePart(scale=scale, **own)
         else:
@@ -141,11 +192,10 @@ def parts_of(
 def _fresh_parts(graph: nn.Module, site: Site, settings: Lora | IA3) -> dict[str, Part]:
     """Return the parts of one matrix with their first values."""
     modules: list[Any] = [graph.get_submodule(path) for path in site.paths]
-    if isinstance(settings, IA3):
-        rank, scale, on_input = 0, 1.0, settings.on_input(*site.names)
-    else:
-        rank, scale, on_input = settings.rank_of(*site.names), settings.scale_of(*site.names), False
-    shapes = shapes_of(graph, site, settings, rank, on_input=on_input)
+    rank, scale = 0, 1.0
+    if isinstance(settings, Lora):
+        rank, scale = settings.rank_of(*site.names), settings.scale_of(*site.names)
+    shapes = shapes_of(graph, site, settings, rank)
     tensors = {name: torch.ones(shape) if name == "scales" else torch.zeros(shape) for name, shape in shapes.items()}
     if site.is_table:
         tensors["up"] = torch.randn(shapes["up"])
@@ -153,11 +203,9 @@ def _fresh_parts(graph: nn.Module, site: Site, settings: Lora | IA3) -> dict[str
         nn.init.kaiming_uniform_(tensors["down"], a=math.sqrt(5))
     if "magnitude" in tensors:
         lengths = [torch.linalg.norm(m.weight.detach().float(), dim=0 if site.is_table else 1) for m in modules]
-        marks = [part for mark in site.marks if (part := part_of(mark)) is not None]
-        tensors["magnitude"] = join(lengths, marks[0].groups if marks else 1)
+        tensors["magnitude"] = join(lengths, site.groups)
     home = modules[0].weight.device
-    tensors = {name: tensor.to(home) for name, tensor in tensors.items()}
-    return parts_of(site, tensors, settings, scale, on_input=on_input)
+    return parts_of(site, {name: tensor.to(home) for name, tensor in tensors.items()}, settings, scale)
 
 
 def _rows(model: GraphModel, settings: Lora, parts: dict[str, Part]) -> list[Site]:
@@ -262,54 +310,40 @@ TABLES = "encoder.embeddings."
 """Modules with tables indexed by ids; other tables contain relative positions and are read whole."""
 
 
-class Names:
-    """The names of a model's tensors as transformers' modules have them, both ways.
+PARTS = (".lora.", ".ia3.", ".prompt.", ".prefix.")
+"""The modules that contain parts of adapters."""
 
-    Args:
-        model: the model to search.
-    """
 
-    def __init__(self, model: GraphModel) -> None:
-        self._key_map = model.config.family.key_map(model.config.encoder, model.head)
-        self._bare = model.config.family.base_prefix + "." if model.head == "base" else ""
-
-    def theirs(self, name: str) -> str:
-        """Return the name of our tensor; with a mark if it is a part of transformers' tensor."""
-        # Where files and modules have different names, the further ones are the modules'. A row of the table for a
-        # single tensor is already the module's name.
-        others = [] if name in self._key_map.pairs else self._key_map.also(name)
-        return (others[0] if others else self._key_map.theirs(name)).removeprefix(self._bare)
+def their_names(model: GraphModel) -> dict[str, str]:
+    """Return the name of each of our tensors in transformers' modules, marked if it is a part of a tensor there."""
+    key_map = model.config.family.key_map(model.config.encoder, model.head)
+    bare = model.config.family.base_prefix + "." if model.head == "base" else ""
+    found = {}
+    for name, _ in model.graph.named_parameters(remove_duplicate=False):
+        if not any(part in name for part in PARTS):
+            # Where files and modules have different names, the further ones are the modules'. A row of the table for a
+            # single tensor is already the module's name.
+            others = [] if name in key_map.pairs else key_map.also(name)
+            found[name] = (others[0] if others else key_map.theirs(name)).removeprefix(bare)
+    return found
 
 
 def sites_of(model: GraphModel) -> dict[str, Site]:
     """Return every projection and every table of token embeddings, by transformers' path, in the order of the graph."""
-    names = Names(model)
-    found: dict[str, list[tuple[str, str]]] = {}
-    apart: set[str] = set()
-    tables: set[str] = set()
+    names = their_names(model)
+    found: dict[str, Site] = {}
     for path, module in model.graph.named_modules():
-        if isinstance(module, nn.Linear):
-            marked = names.theirs(f"{path}.weight")
-            whole = as_whole(marked)
-            mark = "" if whole == marked else marked
-            place = whole.rpartition(".")[0]
-            found.setdefault(place, []).append((path, mark))
-            if (part := part_of(marked)) is not None and part.groups > 1:
-                apart.add(place)  # where parts alternate by head, biases stand beside the module
-        elif isinstance(module, nn.Embedding) and path.startswith(TABLES):
-            place = names.theirs(f"{path}.weight").rpartition(".")[0]
-            found.setdefault(place, []).append((path, ""))
-            tables.add(place)
-    return {
-        theirs: Site(
-            theirs,
-            tuple(path for path, _ in parts),
-            tuple(mark for _, mark in parts if mark),
-            theirs in apart,
-            theirs in tables,
-        )
-        for theirs, parts in found.items()
-    }
+        is_table = isinstance(module, nn.Embedding) and path.startswith(TABLES)
+        if not (is_table or isinstance(module, nn.Linear)):
+            continue
+        marked = names[f"{path}.weight"]
+        part = None if is_table else part_of(marked)
+        theirs = (marked if part is None else part.whole).rpartition(".")[0]
+        site = found.get(theirs, Site(theirs, ()))
+        slices = site.slices if part is None else (*site.slices, part)
+        groups = 1 if part is None else part.groups
+        found[theirs] = Site(theirs, (*site.paths, path), slices, groups, is_table)
+    return found
 
 
 def chosen(model: GraphModel, settings: Lora | IA3, stored: Sequence[str]) -> list[Site]:

@@ -20,7 +20,7 @@ from flodl_hf.inference.batch import Pending, Work, batch_of, check_rows, plan_b
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.inference.inputs import Encoded
 from flodl_hf.inference.prepared_graph import shadow
-from flodl_hf.models.adapters.attach import Adapter, Adapters
+from flodl_hf.models.adapters.fresh import Adapter
 from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt
 from flodl_hf.nn.adapter_layers import LoraPart
 from flodl_hf.nn.disentangled.attention import DisentangledAttention
@@ -74,16 +74,15 @@ class Mixed:
 
     Args:
         model: the base, without an adapter in it.
-        adapters: the adapters of the model.
-        names: which of them, in the order of their numbers.
+        adapters: the adapters by name, in the order of their numbers.
 
     Raises:
         PredictError: they cannot share a batch, and why.
     """
 
-    def __init__(self, model: GraphModel, adapters: Adapters, names: Sequence[str]) -> None:
-        chosen = [adapters.named(name) for name in names]
-        _check(model, chosen, names)
+    def __init__(self, model: GraphModel, adapters: Mapping[str, Adapter]) -> None:
+        chosen = list(adapters.values())
+        _check(model, chosen, list(adapters))
         self._model, self._owners = model, _Owners()
         self.graph = shadow(model.graph)
         linears: Mapping[str, Any] = dict(self.graph.named_modules())

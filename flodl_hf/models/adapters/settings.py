@@ -190,8 +190,8 @@ class Lora:
         alphas = [alpha for alpha in (self.alpha, *self.alphas.values()) if alpha is not None]
         _check(
             self,
-            f"a rank from 1 to {MOST_RANK:,}, a finite alpha, a dropout from 0 to below 1, names of projections, a bias "
-            f"of {', '.join(BIASES)}, no lora_bias with dora, and ids from 0",
+            f"a rank from 1 to {MOST_RANK:,}, a finite alpha, a dropout from 0 to below 1, names of projections, "
+            f"a bias of {', '.join(BIASES)}, no lora_bias with dora, and ids from 0",
             rank=_is_count(self.rank),
             ranks=all(map(_is_count, self.ranks.values())),
             alpha=all(map(_is_number, alphas)),

@@ -13,10 +13,9 @@ from flodl_hf.checkpoints.folders import ADAPTER_CONFIG as CONFIG
 from flodl_hf.checkpoints.saving.state import FilePlan, WritePlan
 from flodl_hf.checkpoints.sentence.writing import pylate_files, recipe_files
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.inference.graph_model import GraphModel
-from flodl_hf.models.adapters.attach import Adapter, Site, adapters_of
+from flodl_hf.models.adapted import Adapted
 from flodl_hf.models.adapters.folder import ENDS, HEAD, VIRTUAL, WEIGHTS, prefix_of
-from flodl_hf.models.adapters.fresh import Names
+from flodl_hf.models.adapters.fresh import Adapter, Site, their_names
 from flodl_hf.models.adapters.peft_file import FIELDS
 from flodl_hf.models.adapters.settings import IA3, Prefix, Prompt, fits
 from flodl_hf.models.saving import Contents, model_contents
@@ -24,30 +23,24 @@ from flodl_hf.nn.adapter_layers import RowsPart
 from flodl_hf.nn.joined_tensors import join, joined, part_of
 from flodl_hf.nn.prompts import WORDS, PrefixPart, PromptPart
 
-PARTS = (".lora.", ".ia3.", ".prompt.", ".prefix.")
-"""The module lists that contain parts."""
 
-
-def stored_adapter(model: GraphModel, adapter: Adapter) -> dict[str, Tensor]:
+def stored_adapter(model: Adapted, adapter: Adapter) -> dict[str, Tensor]:
     """Return every tensor of an adapter under the name it gets in the file, in the order of the names."""
-    names, prefix = Names(model), prefix_of(adapter.settings)
+    names, prefix = their_names(model), prefix_of(adapter.settings)
     found: dict[str, Tensor] = {}
     if (virtual := _virtual(adapter)) is not None:
         found[VIRTUAL] = virtual
     for site in adapter.sites.values():
         parts: list[Any] = [adapter.parts[path] for path in site.paths]
-        marks = [part for mark in site.marks if (part := part_of(mark)) is not None]
         on_input = getattr(parts[0], "on_input", False)
         for name, end in ENDS[type(parts[0])].items():
             tensors = [tensor.detach() for part in parts if (tensor := getattr(part, name)) is not None]
             if tensors:
-                shared = name == "down" or on_input
-                whole = tensors[0] if shared else join(tensors, marks[0].groups if marks else 1)
-                found[prefix + site.theirs + end] = whole
+                whole = tensors[0] if name == "down" or on_input else join(tensors, site.groups)
                 if name == "scales":
-                    found[prefix + site.theirs + end] = whole.view((1, -1) if on_input else (-1, 1))
-    kept = joined({names.theirs(ours): value.detach() for ours, value in adapter.kept.items()})
-    for theirs, value in kept.items():
+                    whole = whole.view((1, -1) if on_input else (-1, 1))
+                found[prefix + site.theirs + end] = whole
+    for theirs, value in joined({names[ours]: value.detach() for ours, value in adapter.kept.items()}).items():
         module, _, leaf = theirs.rpartition(".")
         # peft wraps a projection that has a part, and finds its bias only under the name of the inner module.
         found[f"{prefix}{module}.base_layer.{leaf}" if module in adapter.sites else prefix + theirs] = value
@@ -65,26 +58,29 @@ def _virtual(adapter: Adapter) -> Tensor | None:
     return torch.cat(found, 1) if found else None
 
 
-def contents_of(model: GraphModel) -> Contents:
+def contents_of(model: Adapted) -> Contents:
     """Return the contents of a model's folder: the active unmerged adapter, else the whole model."""
-    held = adapters_of(model)
+    held = model._held_adapters
     if held.active is None or held.merged:
         return model_contents(model)
     return adapter_contents(model, held.known[held.active])
 
 
-def adapter_contents(model: GraphModel, adapter: Adapter) -> Contents:
+def adapter_contents(model: Adapted, adapter: Adapter) -> Contents:
     """Return the contents of the folder of an adapter."""
     tensors = stored_adapter(model, adapter)
-    others = {CONFIG: _json(_settings(model, adapter)), HEAD: _json(_head(model, adapter))} | _recipe(model, adapter)
+    values = {CONFIG: _settings(model, adapter), HEAD: _head(model, adapter)}
+    others = {name: (json.dumps(v, indent=2, ensure_ascii=False) + "\n").encode() for name, v in values.items()}
+    others |= _recipe(model, adapter)
     return Contents({"": WritePlan((FilePlan(WEIGHTS, tuple(tensors), {"format": "pt"}),), tensors, None)}, others)
 
 
-def _recipe(model: GraphModel, adapter: Adapter) -> dict[str, bytes]:
+def _recipe(model: Adapted, adapter: Adapter) -> dict[str, bytes]:
     """Return the settings of vectors, which training may have changed."""
-    held = adapters_of(model)
+    held = model._held_adapters
     active = held.active is not None and held.known[held.active] is adapter
-    recipe = model.sentence_recipe if active else adapter.recipe or held.recipe_without(model)
+    without = model.sentence_recipe if held.before is None else held.before.recipe
+    recipe = model.sentence_recipe if active else adapter.recipe or without
     if recipe is None or model.head not in ("base", "masked_lm"):
         return {}
     if recipe.late is not None and "modules.json" not in recipe.files:
@@ -92,29 +88,25 @@ def _recipe(model: GraphModel, adapter: Adapter) -> dict[str, bytes]:
     return dict(recipe.files) or recipe_files(recipe, model.config.encoder.hidden_size)
 
 
-def _json(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _settings(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
+def _settings(model: Adapted, adapter: Adapter) -> dict[str, Any]:
     """Return all entries of ``adapter_config.json``, sorted by name."""
     if adapter.stored:
         return dict(adapter.stored)
-    names, source = Names(model), model.source
+    names, source = their_names(model), model.source
     # A bias without its weight is trained because of `Lora.bias`, not because its module is saved whole.
     whole = [name for name in adapter.kept if not name.endswith(".bias") or f"{name[:-4]}weight" in adapter.kept]
     common = {
         "auto_mapping": None,
         "base_model_name_or_path": None if source is None else source.name,
         "inference_mode": True,
-        "modules_to_save": _modules(model, [names.theirs(ours) for ours in whole]) or None,
+        "modules_to_save": _modules(model, [names[ours] for ours in whole]) or None,
         "revision": None,
         "task_type": task_named(model.head).peft,
     }
     return dict(sorted({**_of_kind(model, adapter), **common}.items()))
 
 
-def _of_kind(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
+def _of_kind(model: Adapted, adapter: Adapter) -> dict[str, Any]:
     """Return the settings that adapters of this kind have."""
     settings, sites = adapter.settings, adapter.sites
     if isinstance(settings, (Prompt, Prefix)):
@@ -169,7 +161,7 @@ def _plain(number: float) -> float:
     return int(number) if number.is_integer() else number
 
 
-def _head(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
+def _head(model: Adapted, adapter: Adapter) -> dict[str, Any]:
     config = model.config
     architecture = config.family.class_prefix + task_named(model.head).hf_suffix
     found: dict[str, Any] = {"architectures": [architecture], "task": model.head}
@@ -182,9 +174,9 @@ def _head(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
     return found
 
 
-def _ends(model: GraphModel, sites: Mapping[str, Site]) -> list[str]:
+def _ends(model: Adapted, sites: Mapping[str, Site]) -> list[str]:
     """Return the shortest ends of paths that mean these projections and no other module."""
-    others = {_module(theirs) for theirs in _all_modules(model)} - set(sites)
+    others = {_module(theirs) for theirs in their_names(model).values()} - set(sites)
     found: dict[str, None] = {}
     for path in sites:
         pieces = path.split(".")
@@ -193,10 +185,10 @@ def _ends(model: GraphModel, sites: Mapping[str, Site]) -> list[str]:
     return sorted(found)
 
 
-def _modules(model: GraphModel, tensors: Sequence[str]) -> list[str]:
+def _modules(model: Adapted, tensors: Sequence[str]) -> list[str]:
     """Return the modules of these tensors: whole modules if all of their tensors are kept."""
     kept_whole = {_module(name) for name in tensors}
-    rest = {_module(theirs) for theirs in _all_modules(model)} - kept_whole
+    rest = {_module(theirs) for theirs in their_names(model).values()} - kept_whole
     found: dict[str, None] = {}
     for module in sorted(kept_whole):
         pieces = module.split(".")
@@ -204,15 +196,6 @@ def _modules(model: GraphModel, tensors: Sequence[str]) -> list[str]:
         options = [".".join(pieces[:count]) for count in range(1, len(pieces) + 1)]
         found[next((o for o in options if not any(r == o or r.startswith(o + ".") for r in rest)), module)] = None
     return sorted(found)
-
-
-def _all_modules(model: GraphModel) -> list[str]:
-    names = Names(model)
-    return [
-        names.theirs(name)
-        for name, _ in model.graph.named_parameters(remove_duplicate=False)
-        if not any(part in name for part in PARTS)
-    ]
 
 
 def _module(tensor: str) -> str:
