@@ -23,7 +23,7 @@ from torch import Tensor
 from flodl.devices import default_device, find_device
 from flodl.errors import CheckpointError, ConfigError, DeviceError, FlodlError, capped
 from flodl.garbage_collection import gc_paused
-from flodl.graph.graph import Graph
+from flodl.graph import Graph
 from flodl_hf.checkpoints.config.file import MAX_LABELS
 from flodl_hf.checkpoints.config.model_config import ModelConfig, listed_texts, read_config_file
 from flodl_hf.checkpoints.folders import MODEL_FILES, TOKENIZER_FILES, VOCABULARY_FILES, holds_adapter
@@ -34,7 +34,7 @@ from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.checkpoints.weights.loaded import OnDisk, Source, Weights, stays_on_disk, warn_of_unexpected
 from flodl_hf.checkpoints.weights.loading import Plan, class_of
 from flodl_hf.checkpoints.weights.manifest import SourceManifest
-from flodl_hf.families.schema.record import PassthroughTensor
+from flodl_hf.families.schema import PassthroughTensor
 from flodl_hf.inference.classes import score_function
 from flodl_hf.models.adapted import Adapted
 from flodl_hf.models.building import (

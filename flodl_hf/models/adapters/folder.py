@@ -23,7 +23,7 @@ from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import read_recipe
 from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.checkpoints.weights.loading import head_of
-from flodl_hf.families.schema.record import Family
+from flodl_hf.families.schema import Family
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.fresh import (
     Adapter,
