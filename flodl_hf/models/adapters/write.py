@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from flodl_hf.checkpoints.folders import ADAPTER_CONFIG as CONFIG
 from flodl_hf.checkpoints.saving.state import FilePlan, WritePlan
 from flodl_hf.checkpoints.sentence.writing import pylate_files, recipe_files
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.models.adapted import Adapted
+from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.adapters.folder import ENDS, HEAD, VIRTUAL, WEIGHTS, prefix_of
 from flodl_hf.models.adapters.fresh import Adapter, Site, their_names
 from flodl_hf.models.adapters.peft_file import FIELDS
@@ -24,7 +24,7 @@ from flodl_hf.nn.joined_tensors import join, joined, part_of
 from flodl_hf.nn.prompts import WORDS, PrefixPart, PromptPart
 
 
-def stored_adapter(model: Adapted, adapter: Adapter) -> dict[str, Tensor]:
+def stored_adapter(model: GraphModel, adapter: Adapter) -> dict[str, Tensor]:
     """Return every tensor of an adapter under the name it gets in the file, in the order of the names."""
     names, prefix = their_names(model), prefix_of(adapter.settings)
     found: dict[str, Tensor] = {}
@@ -58,15 +58,15 @@ def _virtual(adapter: Adapter) -> Tensor | None:
     return torch.cat(found, 1) if found else None
 
 
-def contents_of(model: Adapted) -> Contents:
+def contents_of(model: GraphModel) -> Contents:
     """Return the contents of a model's folder: the active unmerged adapter, else the whole model."""
-    held = model._held_adapters
+    held = cast("Any", model)._held_adapters
     if held.active is None or held.merged:
         return model_contents(model)
     return adapter_contents(model, held.known[held.active])
 
 
-def adapter_contents(model: Adapted, adapter: Adapter) -> Contents:
+def adapter_contents(model: GraphModel, adapter: Adapter) -> Contents:
     """Return the contents of the folder of an adapter."""
     tensors = stored_adapter(model, adapter)
     values = {CONFIG: _settings(model, adapter), HEAD: _head(model, adapter)}
@@ -75,9 +75,9 @@ def adapter_contents(model: Adapted, adapter: Adapter) -> Contents:
     return Contents({"": WritePlan((FilePlan(WEIGHTS, tuple(tensors), {"format": "pt"}),), tensors, None)}, others)
 
 
-def _recipe(model: Adapted, adapter: Adapter) -> dict[str, bytes]:
+def _recipe(model: GraphModel, adapter: Adapter) -> dict[str, bytes]:
     """Return the settings of vectors, which training may have changed."""
-    held = model._held_adapters
+    held = cast("Any", model)._held_adapters
     active = held.active is not None and held.known[held.active] is adapter
     without = model.sentence_recipe if held.before is None else held.before.recipe
     recipe = model.sentence_recipe if active else adapter.recipe or without
@@ -88,7 +88,7 @@ def _recipe(model: Adapted, adapter: Adapter) -> dict[str, bytes]:
     return dict(recipe.files) or recipe_files(recipe, model.config.encoder.hidden_size)
 
 
-def _settings(model: Adapted, adapter: Adapter) -> dict[str, Any]:
+def _settings(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
     """Return all entries of ``adapter_config.json``, sorted by name."""
     if adapter.stored:
         return dict(adapter.stored)
@@ -106,7 +106,7 @@ def _settings(model: Adapted, adapter: Adapter) -> dict[str, Any]:
     return dict(sorted({**_of_kind(model, adapter), **common}.items()))
 
 
-def _of_kind(model: Adapted, adapter: Adapter) -> dict[str, Any]:
+def _of_kind(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
     """Return the settings that adapters of this kind have."""
     settings, sites = adapter.settings, adapter.sites
     if isinstance(settings, (Prompt, Prefix)):
@@ -161,7 +161,7 @@ def _plain(number: float) -> float:
     return int(number) if number.is_integer() else number
 
 
-def _head(model: Adapted, adapter: Adapter) -> dict[str, Any]:
+def _head(model: GraphModel, adapter: Adapter) -> dict[str, Any]:
     config = model.config
     architecture = config.family.class_prefix + task_named(model.head).hf_suffix
     found: dict[str, Any] = {"architectures": [architecture], "task": model.head}
@@ -174,7 +174,7 @@ def _head(model: Adapted, adapter: Adapter) -> dict[str, Any]:
     return found
 
 
-def _ends(model: Adapted, sites: Mapping[str, Site]) -> list[str]:
+def _ends(model: GraphModel, sites: Mapping[str, Site]) -> list[str]:
     """Return the shortest ends of paths that mean these projections and no other module."""
     others = {_module(theirs) for theirs in their_names(model).values()} - set(sites)
     found: dict[str, None] = {}
@@ -185,7 +185,7 @@ def _ends(model: Adapted, sites: Mapping[str, Site]) -> list[str]:
     return sorted(found)
 
 
-def _modules(model: Adapted, tensors: Sequence[str]) -> list[str]:
+def _modules(model: GraphModel, tensors: Sequence[str]) -> list[str]:
     """Return the modules of these tensors: whole modules if all of their tensors are kept."""
     kept_whole = {_module(name) for name in tensors}
     rest = {_module(theirs) for theirs in their_names(model).values()} - kept_whole
