@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -44,14 +45,13 @@ USUAL: dict[Form, str] = {
 """The loss of each form of data where none is named."""
 
 
-def plain_name(word: str) -> str:
-    """Return the name of a loss in small letters, without signs and "Loss"."""
-    return word.lower().replace("_", "").replace("-", "").removesuffix("loss")
-
-
 def is_named(word: Any, *names: str) -> bool:
-    """Return whether a word is the name of a loss, given as by `plain_name`."""
-    return isinstance(word, str) and plain_name(word) in names
+    """Return whether a word is one of some names of losses, in small letters, without signs and "Loss"."""
+    return isinstance(word, str) and _plain(word) in names
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("_", "").replace("-", "").removesuffix("loss")
 
 
 def loss_named(word: str, table: Mapping[str, Any] = LOSSES) -> str:
@@ -62,7 +62,7 @@ def loss_named(word: str, table: Mapping[str, Any] = LOSSES) -> str:
     Raises:
         ConfigError: there is none of this name.
     """
-    plain = plain_name(word)
+    plain = _plain(word)
     known = (*table, *(name for name, whole in CACHED.items() if whole in table))
     for name in known:
         own = name.lower().removesuffix("loss")
@@ -87,21 +87,29 @@ def make_loss(word: str, settings: Mapping[str, Any] | None = None, table: Mappi
         ConfigError: there is no such loss or setting, or a value cannot be; ``problems`` lists all.
     """
     name = loss_named(word, table)
-    kind = table[CACHED.get(name, name)]
-    given = dict(settings or {})
-    known = {f.name: f.default for f in fields(kind)}
+    kind, given = table[CACHED.get(name, name)], dict(settings or {})
+    known = {f.name for f in fields(kind)}
     if "temperature" in given and "scale" in known and "temperature" not in known:
         try:
             given["scale"] = 1.0 / float(given.pop("temperature"))
         except (ValueError, TypeError, ZeroDivisionError) as fault:
             raise ConfigError(f"loss_options of {name}: temperature: {fault}", problems=["temperature"]) from None
-    values, problems = read_settings(given, known)
+    return with_settings(kind, given)
+
+
+def with_settings(kind: Any, settings: Mapping[str, Any], *first: Any) -> Any:
+    """Return a loss of a class, with the first values of its fields and settings of the others.
+
+    Raises:
+        ConfigError: there is no such setting, or a value cannot be; ``problems`` lists all.
+    """
+    values, problems = read_settings(settings, {f.name: f.default for f in fields(kind)[len(first) :]})
     if not problems:
-        made = kind(**values)
-        problems = made.faults() if hasattr(made, "faults") else []
+        made = kind(*first, **values)
+        problems = made.faults()
         if not problems:
             return made
-    raise ConfigError(f"loss_options of {name}: {'; '.join(problems)}", problems=problems)
+    raise ConfigError(f"loss_options of {kind.__name__}: {'; '.join(problems)}", problems=problems)
 
 
 def read_settings(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -111,14 +119,16 @@ def read_settings(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> tupl
         try:
             if name not in usual:
                 raise ValueError(f"it has none{nearest(name, usual)}; expected {', '.join(usual) or 'no setting'}")
-            values[name] = typed(usual[name], value)
+            values[name] = _typed(usual[name], value)
         except (ValueError, TypeError) as fault:
             problems.append(f"{name}: {fault}")
     return values, problems
 
 
-def typed(usual: Any, value: Any) -> Any:
+def _typed(usual: Any, value: Any) -> Any:
     """Return a setting in the type of its default."""
+    if str(value).lower() == "none":
+        return None
     if isinstance(usual, bool):
         words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
         if str(value).lower() not in words:
@@ -128,5 +138,8 @@ def typed(usual: Any, value: Any) -> Any:
         return tuple(value.split("+")) if isinstance(value, str) else tuple(value)
     if isinstance(usual, float):
         return float(value)
-    # settings that are None by default are words or integers
-    return None if value is None else int(value) if str(value).isdecimal() else str(value)
+    # settings that are None by default are words or numbers
+    for kind in (int, float):
+        with suppress(ValueError, TypeError):
+            return kind(str(value))
+    return str(value)

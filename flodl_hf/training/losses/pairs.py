@@ -40,7 +40,7 @@ class CheckedSettings:
 
     Attributes:
         choices: mapping of settings to their valid values.
-        positive: settings that are numbers above 0.
+        positive: settings that are numbers above 0, or None.
     """
 
     choices: ClassVar[Mapping[str, Collection[Any]]] = {}
@@ -48,13 +48,15 @@ class CheckedSettings:
 
     def faults(self) -> list[str]:
         """Return the problems of the settings."""
-        found = [
-            f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(str, valid))}"
-            for name, valid in self.choices.items()
-            if getattr(self, name) not in valid
-        ]
-        numbers = {name: getattr(self, name) for name in self.positive}
-        return found + [f"{name} is {n}; expected a number above 0" for name, n in numbers.items() if not n > 0]
+        found = []
+        for name, valid in self.choices.items():
+            if getattr(self, name) not in valid:
+                found.append(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(str, valid))}")
+        for name in self.positive:
+            value: Any = getattr(self, name)
+            if value is not None and (isinstance(value, str) or not value > 0):
+                found.append(f"{name} is {value}; expected a number above 0")
+        return found
 
 
 class VectorLoss(CheckedSettings):
@@ -206,11 +208,9 @@ class TripletLoss(VectorLoss):
     def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over the triplets; of several negatives each makes one."""
         anchor, positive = vectors[:2]
-        near = self._far(anchor, positive)
-        return torch.stack([F.relu(near - self._far(anchor, far) + self.triplet_margin) for far in vectors[2:]]).mean()
-
-    def _far(self, a: Tensor, b: Tensor) -> Tensor:
-        return (1 if self.distance == "cosine" else 0) - PAIRWISE[self.distance](a, b)
+        offset = 1 if self.distance == "cosine" else 0
+        near, *far = [offset - PAIRWISE[self.distance](anchor, other) for other in (positive, *vectors[2:])]
+        return torch.stack([F.relu(near - each + self.triplet_margin) for each in far]).mean()
 
 
 @dataclass(frozen=True)
@@ -244,13 +244,7 @@ class EmbedDistillLoss(MSELoss):
     projection_dim: int | None = None
 
     choices: ClassVar[Mapping[str, Collection[Any]]] = {"distance_metric": ("cosine", "l2", "mse")}
-
-    def faults(self) -> list[str]:
-        """Return the problems of the settings."""
-        found = super().faults()
-        if self.projection_dim is not None and (not isinstance(self.projection_dim, int) or self.projection_dim < 1):
-            found.append(f"projection_dim is {self.projection_dim!r}; expected an integer from 1")
-        return found
+    positive = ("projection_dim",)
 
     def distance(self, mine: Tensor, theirs: Tensor) -> Tensor:
         """Return the mean distance of vectors from a teacher's, a scalar."""
@@ -274,7 +268,7 @@ class MarginMSELoss(VectorLoss):
     similarity: str = "dot"
 
     forms: ClassVar[tuple[Form, ...]] = ("teacher_scores",)
-    choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": PAIRWISE}
+    choices: ClassVar[Mapping[str, Any]] = {"similarity": PAIRWISE}
 
     def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over questions and candidates.
@@ -282,21 +276,21 @@ class MarginMSELoss(VectorLoss):
         Raises:
             TrainError: there are more or fewer scores than texts.
         """
-        positive = self.measure(vectors[0], vectors[1])
-        margins = torch.stack([positive - self.measure(vectors[0], other) for other in vectors[2:]], 1)
+        positive, *others = self.scores(vectors)
+        margins = torch.stack([positive - other for other in others], 1)
         labels = labels[:, None] if labels.dim() == 1 else labels
         if labels.shape[1] == len(vectors) - 1 and labels.shape[1] != margins.shape[1]:
             labels = labels[:, :1] - labels[:, 1:]
         check_scores(labels, margins, "a difference for each negative, or a score for the positive and for each")
         return F.mse_loss(margins, labels.to(margins.dtype))
 
-    def measure(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the similarity of each pair."""
-        return PAIRWISE[self.similarity](first, second)
+    def scores(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the similarity of each question and its candidates, ``(questions,)`` for each candidate."""
+        return [self.choices["similarity"][self.similarity](vectors[0], other) for other in vectors[1:]]
 
 
 @dataclass(frozen=True)
-class DistillKLDivLoss(VectorLoss):
+class DistillKLDivLoss(MarginMSELoss):
     """The shares that a question's candidates have of its similarity, as a teacher's scores share them out.
 
     Attributes:
@@ -304,11 +298,8 @@ class DistillKLDivLoss(VectorLoss):
         temperature: what scores of both are divided by.
     """
 
-    similarity: str = "dot"
     temperature: float = 1.0
 
-    forms: ClassVar[tuple[Form, ...]] = ("teacher_scores",)
-    choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": PAIRWISE}
     positive = ("temperature",)
 
     def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
@@ -317,8 +308,7 @@ class DistillKLDivLoss(VectorLoss):
         Raises:
             TrainError: there are more or fewer scores than candidates.
         """
-        measure = PAIRWISE[self.similarity]
-        scores = torch.stack([measure(vectors[0], other) for other in vectors[1:]], 1)
+        scores = torch.stack(self.scores(vectors), 1)
         check_scores(labels, scores, "a score for each candidate")
         mine = F.log_softmax(scores / self.temperature, 1)
         theirs = F.softmax(labels.to(mine.dtype) / self.temperature, 1)

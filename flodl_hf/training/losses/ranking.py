@@ -21,33 +21,23 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flodl_hf.inference.similarity import MEASURES
-from flodl_hf.training.losses.pairs import CheckedSettings, Form, VectorLoss
+from flodl_hf.training.losses.pairs import Form, VectorLoss
 
 
 @dataclass(frozen=True)
-class _Wrapped(CheckedSettings):
-    """Properties of the wrapped loss."""
+class Wrapped:
+    """A loss with the requirements of another one: ``forms``, ``in_batch``, ``by_guide`` and ``ragged``."""
 
     loss: Any
 
-    @property
-    def forms(self) -> Any:
-        """The data that the loss takes."""
-        return self.loss.forms
-
-    @property
-    def in_batch(self) -> bool:
-        """Whether an example's loss depends on the others."""
-        return self.loss.in_batch
-
-    @property
-    def by_guide(self) -> bool:
-        """Whether labels are a guide's vectors."""
-        return self.loss.by_guide
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("forms", "in_batch", "by_guide", "ragged"):
+            raise AttributeError(name)
+        return getattr(self.loss, name)
 
 
 @dataclass(frozen=True)
-class MatryoshkaLoss(_Wrapped):
+class MatryoshkaLoss(Wrapped):
     """Sum of a loss over several sizes of truncated, normalised vectors.
 
     Attributes:
@@ -58,18 +48,6 @@ class MatryoshkaLoss(_Wrapped):
 
     dims: tuple[int, ...]
     weights: tuple[float, ...] | None = None
-
-    def faults(self) -> list[str]:
-        """Return the problems of the settings."""
-        wrong = [] if self.dims and min(self.dims) > 0 else [f"dims are {list(self.dims)}; expected numbers above 0"]
-        if self.weights is not None and len(self.weights) != len(self.dims):
-            wrong.append(f"{len(self.weights)} weights for {len(self.dims)} dims; expected one each")
-        return wrong
-
-    @property
-    def ragged(self) -> bool:
-        """Whether examples may have different numbers of texts."""
-        return getattr(self.loss, "ragged", False)
 
     def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None, **further: Any) -> Tensor:
         """Return the sum over the sizes; ``further`` is for the loss."""
@@ -87,7 +65,7 @@ class MatryoshkaLoss(_Wrapped):
 
 
 @dataclass(frozen=True)
-class AdaptiveLayerLoss(_Wrapped):
+class AdaptiveLayerLoss(Wrapped):
     """Sum of a loss over all layers, and their distance from the last layer.
 
     It takes vectors of all layers, the embeddings' first and the last layer's last; all of them in each step.
@@ -107,7 +85,7 @@ class AdaptiveLayerLoss(_Wrapped):
     kl_temperature: float = 0.3
     layer_weighting: str = "uniform"
 
-    choices: ClassVar[Mapping[str, Collection[Any]]] = {"layer_weighting": ("uniform", "log", "linear")}
+    ragged: ClassVar[bool] = False
 
     def __call__(self, layers: Sequence[Sequence[Tensor]], labels: Any, own: slice | None = None) -> Tensor:
         """Return the sum over the layers."""
@@ -116,15 +94,13 @@ class AdaptiveLayerLoss(_Wrapped):
         heat = self.kl_temperature
         goal = F.softmax(torch.cat(list(last)) / heat, -1).detach() if heat > 0 else None
         for index, vectors in enumerate(prior):
-            share = self._weight(index) / len(prior) * self.prior_layers_weight
+            weights = {"uniform": 1.0, "log": 1 / (1 + math.log(1 + index)), "linear": 1 / (1 + index)}
+            share = weights[self.layer_weighting] / len(prior) * self.prior_layers_weight
             total = total + self.loss(vectors, labels, own) * share
             if goal is not None:
                 mine = F.log_softmax(torch.cat(list(vectors)) / heat, -1)
                 total = total + F.kl_div(mine, goal, reduction="batchmean") * heat * self.kl_div_weight
         return total
-
-    def _weight(self, index: int) -> float:
-        return {"uniform": 1.0, "log": 1 / (1 + math.log(1 + index)), "linear": 1 / (1 + index)}[self.layer_weighting]
 
 
 MAX_SCORES = 1 << 26

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from flodl_hf.training.losses import read_settings
 from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder
 from flodl_hf.training.task import CHUNK, LengthLimits, Prepared
 from flodl_hf.training.vectors.multivector_step import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL, CollateLate, LateObjective
-from flodl_hf.training.vectors.scorer import METRICS, RETRIEVAL, VectorScorer, related_texts
+from flodl_hf.training.vectors.scorer import RETRIEVAL, VectorScorer, related_texts
 from flodl_hf.training.vectors.step import PARTS, TextRows, rows_of_texts
 from flodl_hf.training.vectors.task import EmbeddingTask
 
@@ -213,8 +212,6 @@ class MultiVectorTask(EmbeddingTask):
     evaluated: ClassVar[Mapping[Any, str]] = MULTIVECTOR_USUAL
     table: ClassVar[Mapping[str, Any]] = MULTIVECTOR_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "pooling", "normalize", "guide")
-    takes_ragged: ClassVar[bool] = False
-    per_token: ClassVar[bool] = True
 
     @property
     def start(self) -> Callable[[EncoderModel], list[str]]:
@@ -303,19 +300,13 @@ class LateScorer(VectorScorer):
         """Add the vectors of one example, ``[(texts, tokens, size)]``; zeros mark missing vectors."""
         self.kept.update(example, [text[(text != 0).any(-1)].numpy() for text in scores[0]])
 
-    def compute(self) -> dict[str, float]:
-        """Return the metrics; NaN without examples."""
-        names = METRICS[self.truth.form].names if self.truth.form in MULTIVECTOR_USUAL else ()
-        if not self.kept.items:
-            return dict.fromkeys(names, math.nan)
-        examples = sorted(self.kept.items)
-        vectors = [[torch.from_numpy(text.copy()) for text in self.kept.items[i]] for i in examples]
-        figures: dict[str, float] = {}
-        if "ndcg@10" in names:
-            figures |= _retrieval(vectors, self.truth.texts[examples])
-        if "triplet_accuracy" in names:
-            figures["triplet_accuracy"] = _triplets(vectors)
-        return figures
+    def figures(self, vectors: Sequence[Any], texts: NDArray[np.int64], labels: Any) -> dict[str, float]:
+        """Return the metrics of the vectors, texts and labels of examples."""
+        tensors, form = [[torch.from_numpy(text.copy()) for text in row] for row in vectors], self.truth.form
+        if form not in MULTIVECTOR_USUAL:
+            return {}
+        found = {} if form == "teacher_scores" else _retrieval(tensors, texts)
+        return found if form == "pairs" else {**found, "triplet_accuracy": _triplets(tensors)}
 
 
 def _retrieval(vectors: Sequence[Sequence[Tensor]], texts: NDArray[np.int64]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from flodl.data import Where
 from flodl_hf.nn.buckets import round_up
 from flodl_hf.training.losses import USUAL
-from flodl_hf.training.losses.pairs import Form, MarginMSELoss, VectorLoss, check_scores
+from flodl_hf.training.losses.pairs import DistillKLDivLoss, Form, MarginMSELoss, VectorLoss, check_scores
 from flodl_hf.training.rows import TakenRows
 from flodl_hf.training.step import score
 from flodl_hf.training.vectors.step import (
@@ -35,7 +36,6 @@ from flodl_hf.training.vectors.step import (
 
 MAX_SCORES = 1 << 26
 """Maximum number of token products in memory; larger sets of queries are processed in parts."""
-SIMILARITIES = ("maxsim", "meanmaxsim")
 
 
 def scores_of_all(queries: Tensor, documents: Tensor, similarity: str = "maxsim") -> Tensor:
@@ -59,6 +59,9 @@ def scores_of_pairs(queries: Tensor, documents: Tensor, similarity: str = "maxsi
     """Return the score of each query with the document in its place, ``(queries,)``; arguments as of all."""
     products = torch.einsum("bsh,bth->bst", queries, documents)
     return _summed(products, ~_present(documents)[:, None], _present(queries), similarity)
+
+
+SIMILARITIES = {"maxsim": scores_of_pairs, "meanmaxsim": partial(scores_of_pairs, similarity="meanmaxsim")}
 
 
 def _present(vectors: Tensor) -> Tensor:
@@ -111,15 +114,11 @@ class MultiVectorMarginMSELoss(MarginMSELoss):
 
     similarity: str = "maxsim"
 
-    choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": SIMILARITIES}
-
-    def measure(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the score of each pair."""
-        return scores_of_pairs(first, second, self.similarity)
+    choices: ClassVar[Mapping[str, Any]] = {"similarity": SIMILARITIES}
 
 
 @dataclass(frozen=True)
-class MultiVectorDistillKLDivLoss(VectorLoss):
+class MultiVectorDistillKLDivLoss(DistillKLDivLoss):
     """The shares that a query's documents have of its scores, as a teacher's scores share them out.
 
     Attributes:
@@ -130,27 +129,11 @@ class MultiVectorDistillKLDivLoss(VectorLoss):
     """
 
     similarity: str = "maxsim"
-    temperature: float = 1.0
     student_temperature: float | None = None
     teacher_temperature: float | None = None
 
-    forms: ClassVar[tuple[Form, ...]] = ("teacher_scores",)
-
-    choices: ClassVar[Mapping[str, Collection[Any]]] = {"similarity": SIMILARITIES}
-
-    @property
-    def _temperatures(self) -> tuple[float, float]:
-        given = (self.student_temperature, self.teacher_temperature)
-        student, teacher = (self.temperature if one is None else float(one) for one in given)
-        return student, teacher
-
-    def faults(self) -> list[str]:
-        """Return the problems of the settings."""
-        try:
-            above = all(value > 0 for value in (self.temperature, *self._temperatures))
-        except ValueError as fault:
-            return [f"a temperature is no number: {fault}"]
-        return super().faults() + ([] if above else ["a temperature is not above 0"])
+    choices: ClassVar[Mapping[str, Any]] = {"similarity": SIMILARITIES}
+    positive = ("temperature", "student_temperature", "teacher_temperature")
 
     def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over queries.
@@ -158,9 +141,9 @@ class MultiVectorDistillKLDivLoss(VectorLoss):
         Raises:
             TrainError: there are more or fewer scores than documents.
         """
-        scores = torch.stack([scores_of_pairs(vectors[0], each, self.similarity) for each in vectors[1:]], 1)
+        scores = torch.stack(self.scores(vectors), 1)
         check_scores(labels, scores, "a score for each document")
-        student, teacher = self._temperatures
+        student, teacher = (one or self.temperature for one in (self.student_temperature, self.teacher_temperature))
         mine = F.log_softmax(scores / student, -1)
         theirs = F.log_softmax(labels.to(mine.dtype) / teacher, -1)
         return F.kl_div(mine, theirs, reduction="batchmean", log_target=True) * student**2

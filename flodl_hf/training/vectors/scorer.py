@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,16 +61,23 @@ class VectorScorer(Scorer):
 
     def compute(self) -> dict[str, float]:
         """Return the metrics; NaN without examples."""
-        if not self.kept.items:
-            return dict.fromkeys(METRICS[self.truth.form].names, math.nan)
+        names = METRICS[self.truth.form]
+        if not names or not self.kept.items:
+            return dict.fromkeys(names, math.nan)
         examples = sorted(self.kept.items)
-        columns = torch.from_numpy(np.stack([self.kept.items[i] for i in examples])).unbind(1)
-        texts = self.truth.texts[examples]
         labels = None if self.truth.labels is None else self.truth.labels[examples]
-        figures: dict[str, float] = {}
-        for compute in METRICS[self.truth.form].functions:
-            figures |= compute(columns, texts, labels, self.measure)
-        return figures
+        return self.figures([self.kept.items[i] for i in examples], self.truth.texts[examples], labels)
+
+    def figures(self, vectors: Sequence[Any], texts: NDArray[np.int64], labels: Any) -> dict[str, float]:
+        """Return the metrics of the vectors, texts and labels of examples."""
+        columns, form, measure = torch.from_numpy(np.stack(vectors)).unbind(1), self.truth.form, self.measure
+        if form == "classes":
+            return clustering_figures(columns[0], labels)
+        if form in ("scored", "binary"):
+            of_pairs = similarity_figures if form == "scored" else binary_figures
+            return of_pairs(*columns, labels, measure=measure)
+        found = {} if form == "teacher_scores" else _retrieval(columns, texts, measure)
+        return found if form == "pairs" else found | _triplets(columns, texts, measure)
 
 
 def related_texts(texts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], list[set[int]]]:
@@ -93,7 +100,7 @@ def related_texts(texts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[
     return places, first, relevant
 
 
-def _retrieval(columns: Sequence[Tensor], texts: NDArray[np.int64], _: Any, measure: str) -> dict[str, float]:
+def _retrieval(columns: Sequence[Tensor], texts: NDArray[np.int64], measure: str) -> dict[str, float]:
     """Return how well anchors find their positives among all positives and negatives, each distinct text once."""
     there = texts[:, 1:] >= 0
     places, first, relevant = related_texts(texts)
@@ -103,7 +110,7 @@ def _retrieval(columns: Sequence[Tensor], texts: NDArray[np.int64], _: Any, meas
     return retrieval_figures(columns[0][torch.from_numpy(first)], vectors, relevant, at=RETRIEVAL, measure=measure)
 
 
-def _triplets(columns: Sequence[Tensor], texts: Any, labels: Any, measure: str) -> dict[str, float]:
+def _triplets(columns: Sequence[Tensor], texts: NDArray[np.int64], measure: str) -> dict[str, float]:
     a, b, *others = columns
     parts, counts = [], []
     for k, other in enumerate(others, 2):
@@ -114,39 +121,21 @@ def _triplets(columns: Sequence[Tensor], texts: Any, labels: Any, measure: str) 
     return {"triplet_accuracy": float(np.average(parts, weights=counts)) if parts else math.nan}
 
 
-def _of_two(figures: Callable[..., dict[str, float]]) -> Any:
-    """Return a function of `FormMetrics` that compares two columns with their labels."""
-    return lambda columns, texts, labels, measure: figures(columns[0], columns[1], labels, measure=measure)
-
-
-class FormMetrics(NamedTuple):
-    """Metrics of a form of data.
-
-    Attributes:
-        main: the metric that selects the best model.
-        names: names of all metrics.
-        functions: called with columns of vectors, texts, labels and measure, return the metrics.
-    """
-
-    main: str = "-eval_loss"
-    names: tuple[str, ...] = ()
-    functions: tuple[Callable[[Sequence[Tensor], NDArray[np.int64], Any, str], dict[str, float]], ...] = ()
-
-
-_FOUND = ("recall@1", "recall@10", "mrr@10", "ndcg@10", "map@100")
-_OF_BINARY = ("accuracy", "accuracy_threshold", "f1", "f1_threshold", "precision", "recall", "ap", "mcc")
-METRICS: dict[Form, FormMetrics] = {
-    "pairs": FormMetrics("ndcg@10", _FOUND, (_retrieval,)),
-    "triplets": FormMetrics("ndcg@10", (*_FOUND, "triplet_accuracy"), (_retrieval, _triplets)),
-    "scored": FormMetrics("spearman", ("pearson", "spearman"), (_of_two(similarity_figures),)),
-    "binary": FormMetrics("ap", _OF_BINARY, (_of_two(binary_figures),)),
-    "pair_classes": FormMetrics(),
-    "classes": FormMetrics(
-        "neighbour_accuracy",
-        ("neighbour_accuracy", "v_measure"),
-        (lambda columns, texts, labels, measure: clustering_figures(columns[0], labels),),
-    ),
-    "texts": FormMetrics(),
-    "teacher_scores": FormMetrics("triplet_accuracy", ("triplet_accuracy",), (_triplets,)),
-    "teacher_vectors": FormMetrics(),
+_FOUND = ("ndcg@10", "recall@1", "recall@10", "mrr@10", "map@100")
+METRICS: dict[Form, tuple[str, ...]] = {
+    "pairs": _FOUND,
+    "triplets": (*_FOUND, "triplet_accuracy"),
+    "scored": ("spearman", "pearson"),
+    "binary": ("ap", "accuracy", "accuracy_threshold", "f1", "f1_threshold", "precision", "recall", "mcc"),
+    "pair_classes": (),
+    "classes": ("neighbour_accuracy", "v_measure"),
+    "texts": (),
+    "teacher_scores": ("triplet_accuracy",),
+    "teacher_vectors": (),
 }
+"""Metrics of each form of data, first the metric that selects the best model; without metrics, the loss selects it."""
+
+
+def main_metric(form: Form) -> str:
+    """Return the metric of a form of data that selects the best model."""
+    return next(iter(METRICS[form]), "-eval_loss")

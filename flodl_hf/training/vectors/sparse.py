@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from flodl.data import Where
-from flodl.errors import ConfigError
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.vectors import SpladePooling
 from flodl_hf.nn.layout import largest_of_texts
 from flodl_hf.training.batching import epoch_ends
-from flodl_hf.training.losses import USUAL, make_loss, read_settings
+from flodl_hf.training.losses import USUAL, make_loss, with_settings
 from flodl_hf.training.losses.pairs import (
     AnglELoss,
     CheckedSettings,
@@ -31,7 +31,7 @@ from flodl_hf.training.losses.pairs import (
     MSELoss,
     TripletLoss,
 )
-from flodl_hf.training.losses.ranking import MultipleNegativesRankingLoss
+from flodl_hf.training.losses.ranking import MultipleNegativesRankingLoss, Wrapped
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.task import Prepared
@@ -88,7 +88,7 @@ def flops(vectors: Tensor, threshold: int | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SpladeLoss(CheckedSettings):
+class SpladeLoss(Wrapped, CheckedSettings):
     """A loss of sparse vectors and the FLOPS penalty of their words.
 
     Attributes:
@@ -102,7 +102,6 @@ class SpladeLoss(CheckedSettings):
         warmup_ratio: share of the steps in which they do; 0 for none.
     """
 
-    loss: Any
     document_regularizer_weight: float = 3e-5
     query_regularizer_weight: float | None = 5e-5
     document_regularizer_threshold: int | None = None
@@ -112,24 +111,13 @@ class SpladeLoss(CheckedSettings):
     warmup_ratio: float = 1 / 3
 
     in_batch = True
-    by_guide = False
+    ragged: ClassVar[bool] = False
     choices: ClassVar[Mapping[str, Collection[Any]]] = {"scheduler_type": ("quadratic", "linear")}
-
-    @property
-    def forms(self) -> Any:
-        """The data that the loss takes."""
-        return self.loss.forms
 
     def faults(self) -> list[str]:
         """Return the problems of the settings."""
-        wrong = [
-            f"{name} is {getattr(self, name)}; expected 0 or more"
-            for name in ("document_regularizer_weight", "query_regularizer_weight")
-            if (getattr(self, name) or 0) < 0
-        ]
-        thresholds = (self.document_regularizer_threshold, self.query_regularizer_threshold)
-        if not all(isinstance(value, int | None) for value in thresholds):
-            wrong.append(f"thresholds are {thresholds}; expected integers")
+        numbers = {name: getattr(self, name) for name in ("document_regularizer_weight", "query_regularizer_weight")}
+        wrong = [f"{name} is {value}; expected 0 or more" for name, value in numbers.items() if (value or 0) < 0]
         if not 0 <= self.warmup_ratio <= 1:
             wrong.append(f"warmup_ratio is {self.warmup_ratio}; expected 0 to 1")
         return wrong + super().faults()
@@ -180,21 +168,13 @@ class SparseTask(EmbeddingTask):
     evaluated: ClassVar[Mapping[Any, str]] = SPARSE_USUAL
     table: ClassVar[Mapping[str, Any]] = SPARSE_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "pooling", "normalize", "guide")
-    takes_ragged: ClassVar[bool] = False
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
         """Return the loss with this name and its penalty; the settings of the run include both."""
-        settings, usual = dict(options.loss_options or {}), {f.name: f.default for f in fields(SpladeLoss)[1:]}
-        own = {name: settings.pop(name) for name in list(settings) if name in usual}
-        absent: dict[str, Any] = dict.fromkeys(name for name in own if str(own[name]).lower() in ("none", ""))
-        penalty, problems = read_settings({name: own[name] for name in own if name not in absent}, usual)
-        if not problems:
-            loss = SpladeLoss(make_loss(word, settings, SPARSE_LOSSES), **penalty, **absent)
-            problems = loss.faults()
-            if not problems:
-                return loss
-        raise ConfigError(f"loss_options of SpladeLoss: {'; '.join(problems)}", problems=problems)
+        settings, known = dict(options.loss_options or {}), {f.name for f in fields(SpladeLoss)}
+        penalty = {name: settings.pop(name) for name in [*settings] if name in known}
+        return with_settings(SpladeLoss, penalty, make_loss(word, settings, SPARSE_LOSSES))
 
     def settle(self, model: EncoderModel) -> list[str]:
         """Configure sparse vectors as in the folder of the model, or as in SPLADE."""
@@ -210,18 +190,13 @@ class SparseTask(EmbeddingTask):
         return replace(trained, loss=loss) if isinstance(trained, SpladeLoss) else loss
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> SparseObjective:
-        # Evaluation has the whole penalty.
-        return SparseObjective(losses, splade=self._pooling, rising="shared" in further, **further)
-
-    @property
-    def _pooling(self) -> SpladePooling:
-        return self._guides["recipe"].splade
+        return SparseObjective(losses, splade=self._guides["recipe"].splade, **further)
 
     def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateTexts:
         """Return the collate function, which adds the share of the penalty."""
-        *starts, steps = epoch_ends(self.options, batches, accumulate)
-        rising = Rising(self.losses[0], tuple(starts), accumulate, steps)
-        return replace(super().collate(usual, rows, batches, accumulate), further=rising)
+        ends = epoch_ends(self.options, batches, accumulate)
+        further = partial(strength_of_batch, self.losses[0], ends, accumulate)
+        return replace(super().collate(usual, rows, batches, accumulate), further=further)
 
     def scorer(self, prepared: Prepared) -> SparseScorer:
         """Return a new scorer."""
@@ -229,28 +204,10 @@ class SparseTask(EmbeddingTask):
         return SparseScorer(prepared.truth, "cosine" if form in BY_COSINE else "dot")
 
 
-@dataclass(frozen=True)
-class Rising:
-    """How much of the penalty counts in a batch.
-
-    Args:
-        loss: knows by its step.
-        starts: the first step of each epoch.
-        accumulate: batches of a step.
-        steps: of the whole run.
-    """
-
-    loss: Any
-    starts: tuple[int, ...]
-    accumulate: int
-    steps: int
-
-    def __call__(self, position: Where) -> dict[str, Any]:
-        """Return the share, a scalar."""
-        step = self.starts[min(position.epoch, len(self.starts) - 1)] + position.number // self.accumulate
-        return {
-            STRENGTH: torch.tensor(self.loss.strength(step, self.steps) if isinstance(self.loss, SpladeLoss) else 1.0)
-        }
+def strength_of_batch(loss: Any, ends: Sequence[int], accumulate: int, position: Where) -> dict[str, Any]:
+    """Return the share of the penalty that counts in a batch, a scalar; ``ends`` are the last steps of epochs."""
+    step = ends[min(position.epoch, len(ends) - 2)] + position.number // accumulate
+    return {STRENGTH: torch.tensor(loss.strength(step, ends[-1]) if isinstance(loss, SpladeLoss) else 1.0)}
 
 
 @dataclass(frozen=True)
@@ -259,11 +216,9 @@ class SparseObjective(VectorObjective):
 
     Args:
         splade: how scores of words become weights.
-        rising: the batch contains the share of the penalty.
     """
 
     splade: SpladePooling = field(default_factory=SpladePooling)
-    rising: bool = True
 
     def _pooled(self, states: Tensor, part: Any) -> Tensor:
         """Return the weights of all words, ``(texts, words)``, of their scores at each token."""
@@ -285,7 +240,8 @@ class SparseObjective(VectorObjective):
         return self.splade.activated(found.float()) if most else found
 
     def _value(self, loss: Any, texts: list[Tensor], labels: Tensor | None, own: slice | None, batch: Any) -> Tensor:
-        penalty = {"strength": batch[STRENGTH] if self.rising else 1.0} if isinstance(loss, SpladeLoss) else {}
+        # batches of evaluation have no share, and the whole penalty
+        penalty = {"strength": batch.get(STRENGTH, 1.0)} if isinstance(loss, SpladeLoss) else {}
         return loss(texts, labels, own, **penalty)
 
 

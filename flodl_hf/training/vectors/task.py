@@ -19,7 +19,7 @@ from flodl_hf.training.masked import words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
-from flodl_hf.training.vectors.scorer import METRICS, HeldOut, VectorScorer
+from flodl_hf.training.vectors.scorer import METRICS, HeldOut, VectorScorer, main_metric
 from flodl_hf.training.vectors.step import CollateTexts, TextBatches, TextRows, VectorObjective, rows_of_texts
 from flodl_hf.training.vectors.tables import TextTable, expect_equal_widths, read_table
 
@@ -58,13 +58,9 @@ class EmbeddingTask(Task):
     table: ClassVar[Mapping[str, Any]] = LOSSES
     evaluated: ClassVar[Mapping[Any, str]] = USUAL
     """Default losses of evaluation data, for the forms that the losses of training do not take."""
-    takes_ragged: ClassVar[bool] = True
-    """Whether examples may have different numbers of texts, if the loss takes them."""
-    per_token: ClassVar[bool] = False
-    """Whether there is a vector for each token; then labelled examples need two texts, and losses their own table."""
 
     def __post_init__(self) -> None:
-        self._settle(main_metric=METRICS[self._first.form].main)
+        self._settle(main_metric=main_metric(self._first.form))
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
@@ -106,17 +102,15 @@ class EmbeddingTask(Task):
                 names=list(table.names),
             )
         fitting = self._fitting(table.form)
-        has_one_text = self.per_token and table.width < 2 and table.labels is not None
-        if has_one_text or (not fitting and table.form not in self.evaluated):
+        if not fitting and table.form not in self.evaluated:
             forms = dict.fromkeys([*self.evaluated, *(form for loss in self.losses for form in loss.forms)])
-            expected = "two or more texts" if fitting else ", ".join(forms)
             raise DataError(
-                f"found {table.form} ({table.described}), expected {expected}. "
+                f"found {table.form} ({table.described}), expected {', '.join(forms)}. "
                 f"{self.name} has no loss of other data; give other evaluation data.",
                 form=table.form,
             )
-        takes_ragged = self.takes_ragged and (not fitting or getattr(fitting[0], "ragged", False))
-        return table if takes_ragged else expect_equal_widths(table, "eval")
+        loss = fitting[0] if fitting else self._usual(table.form)
+        return table if loss.ragged else expect_equal_widths(table, "eval")
 
     def _fitting(self, form: Any) -> list[Any]:
         """Return the losses of training that accept evaluation data of a form, for the last layer only."""
@@ -160,7 +154,7 @@ class EmbeddingTask(Task):
         `encode`. Forms without metrics have the prompts of the loss.
         """
         recipe = self._guides["recipe"]
-        if not METRICS[table.form].names or recipe.late is not None or not recipe.include_prompt:
+        if not METRICS[table.form] or recipe.late is not None or not recipe.include_prompt:
             return table.prompted(self.options.prompts)
         if table.form not in ("pairs", "triplets", "teacher_scores"):
             return table.prompted(recipe.resolve_prompt("finetune"))
@@ -302,7 +296,7 @@ class EmbeddingTask(Task):
 
     def main_metric_of(self, held_out: Prepared) -> str:
         """Return the first metric of the form of the evaluation data."""
-        return METRICS[held_out.truth.form].main
+        return main_metric(held_out.truth.form)
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> VectorObjective:
         """Return the objective of some losses; ``trained`` is the class for losses of the run."""
@@ -313,7 +307,8 @@ class EmbeddingTask(Task):
 
     def collate_held_out(self, usual: CollateRows, rows: TextRows) -> CollateRows:
         """Return the collate function for evaluation: that of training, if there is one."""
-        return usual if isinstance(usual, CollateTexts) else super().collate_held_out(usual, rows)
+        made: Any = usual if isinstance(usual, CollateTexts) else super().collate_held_out(usual, rows)
+        return replace(made, further=None)
 
     def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateTexts:
         """Return the collate function, in the same layout as ``usual``."""
@@ -397,7 +392,7 @@ def plan_embedding(
             loss = word
         if table.form not in loss.forms and table.as_scores.form in loss.forms:
             table = tables[name] = table.as_scores
-        if not (kind.takes_ragged and getattr(loss, "ragged", False)):
+        if not loss.ragged:
             expect_equal_widths(table, name or "train")
         fits = table.form in loss.forms or (isinstance(loss, MSELoss) and options.guide is not None)
         if not fits:
@@ -405,7 +400,7 @@ def plan_embedding(
                 f"vector_loss: {type(_innermost(loss)).__name__} takes {', '.join(loss.forms)}; the table "
                 f"{name or 'train'} has {table.form} ({table.described})"
             )
-        if kind.per_token and type(_innermost(loss)) in LOSSES.values():
+        if kind.name == "multivector" and type(_innermost(loss)) in LOSSES.values():
             problems.append(
                 f"vector_loss: found {type(_innermost(loss)).__name__}, which compares one vector for each text; "
                 f"expected one of {', '.join(kind.table)}"
@@ -441,6 +436,7 @@ class _Own:
     forms: tuple[str, ...] = (*USUAL, "pair_classes")
     in_batch: bool = True
     by_guide: bool = False
+    ragged: bool = False
 
     def __call__(self, vectors: Any, labels: Any, own: slice | None = None) -> Any:
         return self.call(vectors, labels)

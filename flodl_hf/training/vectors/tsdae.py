@@ -239,7 +239,6 @@ class DenoisingTask(EmbeddingTask):
     usual: ClassVar[Mapping[Any, str]] = dict.fromkeys(("texts", "pairs"), "DenoisingAutoEncoderLoss")
     table: ClassVar[Mapping[str, Any]] = DENOISING
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "guide", "prompts", "cache_tokens")
-    takes_ragged: ClassVar[bool] = False
     trained: ClassVar[type[VectorObjective]] = DenoisingObjective
 
     @property

@@ -105,7 +105,7 @@ def test_losses_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"weighting_scheme": "NDCG"}, "NDCGLoss2PPScheme"), ({"k": 0}, "from 1"), ({"reduction_log": "ten"}, "natural")],
+    [({"weighting_scheme": "NDCG"}, "NDCGLoss2PPScheme"), ({"k": 0}, "above 0"), ({"reduction_log": "ten"}, "natural")],
     ids=str,
 )
 def test_what_cannot_be_is_refused(settings: dict[str, Any], said: str) -> None:
