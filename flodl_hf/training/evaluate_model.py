@@ -288,7 +288,10 @@ def _plan(
             "with numbers that measure their similarity, or pairs or triplets without labels."
         )
     Problems("evaluate", own.faults(task, options)).check()
-    notes = task.settle_held_out(model) if isinstance(task, EmbeddingTask) else []
+    notes = []
+    if isinstance(task, EmbeddingTask):
+        task.trains = False
+        notes = task.settle(model)
     limits = row_limits(task, model, model.tokenizer, options)
     prepared = prepare_held_out(task, tables.evals, model.tokenizer, limits)
     tokenizer: Any = model.tokenizer

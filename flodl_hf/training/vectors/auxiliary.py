@@ -141,7 +141,7 @@ class AuxiliaryObjective(VectorObjective):
         return model.beside(super().score(model, batch)).float()
 
 
-@dataclass(frozen=True)
+@dataclass
 class AuxiliaryTask(EmbeddingTask):
     """Embeddings trained with an additional layer; arguments as for `EmbeddingTask`."""
 
@@ -168,7 +168,7 @@ class AuxiliaryTask(EmbeddingTask):
         table = self.read(examples, self.options, "eval")
         if table.form != OF_CLASSES or table.labels is None:
             return table
-        known = self._first.names
+        known = self.first.names
         names = table.names if known else tuple(str(number) for number in range(int(table.labels.max()) + 1))
         strange = sorted(set(names) - set(known or map(str, range(self._classes))))
         if strange or bool(known) != bool(table.names):
@@ -185,7 +185,7 @@ class AuxiliaryTask(EmbeddingTask):
 
     @property
     def _classes(self) -> int:
-        first = self._first
+        first = self.first
         if first.form != OF_CLASSES or first.labels is None:
             return 0
         return len(first.names) or int(first.labels.max()) + 1

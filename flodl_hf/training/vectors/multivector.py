@@ -202,9 +202,13 @@ def _projection_files(
     return pylate_files(late)
 
 
-@dataclass(frozen=True)
+@dataclass
 class MultiVectorTask(EmbeddingTask):
-    """Vectors of tokens; arguments as of `EmbeddingTask`."""
+    """Vectors of tokens; arguments as of `EmbeddingTask`, and of `CollateLate` once the model is known."""
+
+    mask_id: int | None = None
+    skipped: tuple[int, ...] = ()
+    query_tokens: int | None = None
 
     name = "multivector"
 
@@ -222,25 +226,20 @@ class MultiVectorTask(EmbeddingTask):
     def settle(self, model: EncoderModel) -> list[str]:
         """Configure token vectors as in the folder of the model, or new ones; return notes for the user."""
         notes = self.start(model)
-        self._guides["recipe"] = model.sentence_recipe
-        self._guides["most"] = model.max_tokens
-        tokenizer = model.tokenizer
-        skipped = {marker_id(tokenizer, word, None) for word in self._late.skipped} - {None}
-        self._guides["skipped"] = tuple(sorted(skipped))
-        self._guides["mask"] = tokenizer.mask_token_id if tokenizer is not None and self._late.expanded else None
+        self.recipe, tokenizer = model.sentence_recipe, model.tokenizer
+        late: MultiVectorConfig = self.recipe.late
+        self.skipped = tuple(sorted({marker_id(tokenizer, word, None) for word in late.skipped} - {None}))
+        self.mask_id = tokenizer.mask_token_id if tokenizer is not None and late.expanded else None
+        self.query_tokens = min((n for n in (late.query_length, model.max_tokens) if n), default=None)
         return notes
 
     def bounds(self, model: EncoderModel) -> list[int]:
         """Return the maximum number of tokens of a document."""
-        return [self._late.document_length] if self._late.document_length else []
+        return [self.recipe.late.document_length] if self.recipe.late.document_length else []
 
     def conclude(self, model: EncoderModel) -> None:
         """Keep the projection in the model's recipe."""
         take_out(model)
-
-    @property
-    def _late(self) -> MultiVectorConfig:
-        return self._guides["recipe"].late
 
     def encode(
         self, rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits
@@ -248,12 +247,11 @@ class MultiVectorTask(EmbeddingTask):
         """Return rows of tokens with the lengths of their texts, the first of each a query, and how many documents were
         cut.
         """
-        late, width = self._late, len(rows[0])
+        late, width = self.recipe.late, len(rows[0])
         builder, lengths, cut = RowBuilder(limits.types), [], 0
-        queries = min((n for n in (late.query_length, self._guides["most"]) if n), default=None)
         for start in range(0, len(rows), max(1, CHUNK // width)):
             part = rows[start : start + max(1, CHUNK // width)]
-            asked = late.rows(tokenizer, [row[0] for row in part], queries, query=True)
+            asked = late.rows(tokenizer, [row[0] for row in part], self.query_tokens, query=True)
             found = [text for row in part for text in row[1:]]
             others = iter(late.rows(tokenizer, found, limits.max_tokens, query=False))
             for query in asked:
@@ -272,10 +270,11 @@ class MultiVectorTask(EmbeddingTask):
 
     def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateLate:
         """Return the collate function, with separate queries and documents."""
-        late, mask = self._late, self._guides["mask"]
-        filled = min((n for n in (late.query_length, self._guides["most"]) if n), default=None)
-        further = {"attended": late.attended, "skipped": self._guides["skipped"], "first": late.first}
-        return CollateLate.like(usual, lengths=not usual.settled, mask_id=mask, query_tokens=filled, **further)
+        late = self.recipe.late
+        return CollateLate.like(
+            usual, lengths=not usual.settled, mask_id=self.mask_id, query_tokens=self.query_tokens,
+            attended=late.attended, skipped=self.skipped, first=late.first,
+        )  # fmt: skip
 
     def main_metric_of(self, held_out: Prepared) -> str:
         """Return the first metric of the form of the evaluation data; the loss for forms without metrics."""

@@ -157,7 +157,7 @@ BY_COSINE = ("scored", "binary")
 WORDS = ("words_first", "words_others")
 
 
-@dataclass(frozen=True)
+@dataclass
 class SparseTask(EmbeddingTask):
     """Weights of words; arguments as of `EmbeddingTask`."""
 
@@ -182,7 +182,7 @@ class SparseTask(EmbeddingTask):
         if before is None or before.splade is None:
             before = SentenceTransformerConfig(max_tokens=self.options.max_length, splade=SpladePooling())
         model.sentence_recipe = before
-        self._guides["recipe"] = before
+        self.recipe = before
         return self._prompt_notes()
 
     def _usual(self, form: Any) -> Any:
@@ -190,7 +190,7 @@ class SparseTask(EmbeddingTask):
         return replace(trained, loss=loss) if isinstance(trained, SpladeLoss) else loss
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> SparseObjective:
-        return SparseObjective(losses, splade=self._guides["recipe"].splade, **further)
+        return SparseObjective(losses, splade=self.recipe.splade, **further)
 
     def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateTexts:
         """Return the collate function, which adds the share of the penalty."""

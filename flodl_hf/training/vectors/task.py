@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from flodl.errors import ConfigError, DataError
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.inference.pooling import check_pooling
-from flodl_hf.tokenization.readers.columns import Columns
 from flodl_hf.training.losses import CACHED, LOSSES, USUAL, AdaptiveLayerLoss, MatryoshkaLoss, loss_named, make_loss
 from flodl_hf.training.losses.pairs import MSELoss
 from flodl_hf.training.masked import words_of
@@ -31,7 +30,7 @@ CACHE = 32_768
 """Tokens per forward pass for a loss with a cached name."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class EmbeddingTask(Task):
     """Vectors of texts.
 
@@ -40,12 +39,18 @@ class EmbeddingTask(Task):
         losses: for each of them its loss.
         options: the choices of the run.
         recipe: settings of the embeddings; set when the model is known.
+        trains: whether the task is trained, and not only evaluated.
+        guide: the model that `options.guide` names, once it is loaded.
+        needs_words: whether rows contain the word of each token.
     """
 
     tables: Mapping[str, TextTable]
     losses: tuple[Any, ...]
     options: Options
-    _guides: dict[str, Any] = field(default_factory=dict, compare=False)
+    recipe: Any = None
+    trains: bool = True
+    guide: Any = None
+    needs_words: bool = False
 
     name = "embedding"
     head = "base"
@@ -60,21 +65,14 @@ class EmbeddingTask(Task):
     """Default losses of evaluation data, for the forms that the losses of training do not take."""
 
     def __post_init__(self) -> None:
-        self._settle(main_metric=main_metric(self._first.form))
+        self.first = next(iter(self.tables.values()))
+        self.columns = self.first.columns
+        self.main_metric = main_metric(self.first.form)
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
         """Return the loss of a name, with the settings of the run."""
         return make_loss(word, options.loss_options, cls.table)
-
-    @property
-    def columns(self) -> Columns:
-        """Where the first table has its texts and labels."""
-        return self._first.columns
-
-    @property
-    def _first(self) -> TextTable:
-        return next(iter(self.tables.values()))
 
     # --- data ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +113,7 @@ class EmbeddingTask(Task):
     def _fitting(self, form: Any) -> list[Any]:
         """Return the losses of training that accept evaluation data of a form, for the last layer only."""
         plain = [loss.loss if isinstance(loss, AdaptiveLayerLoss) else loss for loss in self.losses]
-        guided = self._teaches and self.options.guide is not None and form in ("texts", "pairs")
+        guided = self._teaches(form) and self.options.guide is not None
         return [loss for loss in plain if form in loss.forms or guided]
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
@@ -135,7 +133,7 @@ class EmbeddingTask(Task):
             part, short = self.encode(rows, tokenizer, limits)
             values = {} if table.labels is None else {"labels": table.labels}
             if self.options.guide is not None:
-                name = "labels" if table.form in ("texts", "pairs") and self._teaches else "guide"
+                name = "labels" if self._teaches(table.form) else "guide"
                 guided = table.texts if name == "labels" else learned
                 values[name] = self._guided([row * 2 for row in guided] if double else guided)
             parts.append(EncodedRows(part.columns, part.lengths.tolist(), {**part.values, **values}))
@@ -153,7 +151,7 @@ class EmbeddingTask(Task):
         Anchors and candidates of retrieval are encoded as by `encode_query` and `encode_document`, other texts as by
         `encode`. Forms without metrics have the prompts of the loss.
         """
-        recipe = self._guides["recipe"]
+        recipe = self.recipe
         if not METRICS[table.form] or recipe.late is not None or not recipe.include_prompt:
             return table.prompted(self.options.prompts)
         if table.form not in ("pairs", "triplets", "teacher_scores"):
@@ -165,8 +163,7 @@ class EmbeddingTask(Task):
         self, rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits
     ) -> tuple[EncodedRows, int]:
         """Return rows of tokens with the lengths of their texts, and how many texts were cut."""
-        recipe, with_words = self._guides.get("recipe"), bool(self._guides.get("words"))
-        lower = recipe is not None and recipe.lower_case
+        with_words, lower = self.needs_words, self.recipe is not None and self.recipe.lower_case
         builder, cut, lengths = RowBuilder(limits.types), 0, list[int]()
         flat = [text.lower() if lower else text for row in rows for text in row]
         how = {"max_tokens": limits.max_tokens, "offsets": with_words, "overflow": "truncate"}
@@ -176,22 +173,22 @@ class EmbeddingTask(Task):
             cut += row.truncated
         return rows_of_texts(builder, lengths, list(map(len, rows))), cut
 
-    @property
-    def _teaches(self) -> bool:
-        return any(isinstance(_innermost(loss), MSELoss) for loss in self.losses)
+    def _teaches(self, form: Any) -> bool:
+        """Return whether labels of data of a form are the vectors of the guide."""
+        return form in ("texts", "pairs") and any(isinstance(_innermost(loss), MSELoss) for loss in self.losses)
 
     def _guided(self, rows: Sequence[Sequence[str]]) -> Any:
         """Return the guide's vectors of all texts, ``(rows, texts, size)``, each text once through it."""
         from flodl_hf.heads.base import BaseModel
 
-        if "model" not in self._guides:
-            given: dict[str, Any] = {"local_files_only": self.options.local_files_only}
-            self._guides["model"] = BaseModel.from_pretrained(str(self.options.guide), **given)
+        if self.guide is None:
+            here: Any = self.options.local_files_only
+            self.guide = BaseModel.from_pretrained(str(self.options.guide), local_files_only=here)
         known: dict[str, int] = {}
         places = np.zeros((len(rows), max(map(len, rows))), np.int64)
         for own, row in zip(places, rows, strict=True):
             own[: len(row)] = [known.setdefault(text, len(known)) for text in row]
-        vectors: Any = self._guides["model"].embed(list(known))
+        vectors: Any = self.guide.embed(list(known))
         return vectors.float().numpy()[places]
 
     def scorer(self, prepared: Prepared) -> Scorer:
@@ -222,16 +219,15 @@ class EmbeddingTask(Task):
             check_pooling(names)
         except Exception as fault:
             problems.append(f"pooling: {fault}")
-        further = before is not None and (
-            before.splade is not None or before.late is not None or before.changes_states
-        )  # fmt: skip
-        if before is not None and not before.routes and (further or (before.dense and "evaluated" not in self._guides)):
-            problems.append("the folder's vectors go through further modules than pooling, which are not trained here")
-        if before is not None and before.routes:
-            ways = ", ".join(before.routes)
-            problems.append(f"the folder has routes ({ways}) with separate modules, which cannot be trained")
-        if options.prompts and before is not None and not before.include_prompt:
-            problems.append("prompts: the folder's pooling excludes the tokens of prompts, which is not trained here")
+        if before is not None:
+            further = before.splade is not None or before.late is not None or before.changes_states
+            if before.routes:
+                ways = ", ".join(before.routes)
+                problems.append(f"the folder has routes ({ways}) with separate modules, which cannot be trained")
+            elif further or (before.dense and self.trains):
+                problems.append("the folder has further modules than pooling, which are not trained here")
+            if options.prompts and not before.include_prompt:
+                problems.append("prompts: the folder's pooling excludes the tokens of prompts, as no training does")
         if "pooler" in names:
             problems.append("pooling: the pooler's output is not trained here; expected mean, cls or another")
         scaled = options.normalize if options.normalize is not None else before.normalize if before else True
@@ -253,7 +249,7 @@ class EmbeddingTask(Task):
         else:
             made = before
         model.sentence_recipe = made
-        self._guides["recipe"] = made
+        self.recipe = made
         return self._prompt_notes()
 
     def _prompt_notes(self) -> list[str]:
@@ -264,11 +260,6 @@ class EmbeddingTask(Task):
         if not absent:
             return []
         return [f"prompts: found {', '.join(absent)}, expected columns of texts: {', '.join(sorted(names))}"]
-
-    def settle_held_out(self, model: EncoderModel) -> list[str]:
-        """Configure the embeddings for an evaluation without training; arguments as in `settle`."""
-        self._guides["evaluated"] = True
-        return self.settle(model)
 
     def conclude(self, model: EncoderModel) -> None:
         """Detach the additional module, if any."""
@@ -300,7 +291,7 @@ class EmbeddingTask(Task):
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> VectorObjective:
         """Return the objective of some losses; ``trained`` is the class for losses of the run."""
-        recipe = self._guides["recipe"]
+        recipe = self.recipe
         kind = self.trained if losses[0] in self.losses else VectorObjective
         layers = any(isinstance(loss, AdaptiveLayerLoss) for loss in losses)
         return kind(losses, recipe.pooling, recipe.normalize, layers, dense=recipe.dense, **further)

@@ -232,7 +232,7 @@ class DenoisingObjective(VectorObjective):
         return Loss(total, count)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DenoisingTask(EmbeddingTask):
     """Vectors from which texts are written again; arguments as of `EmbeddingTask`."""
 
@@ -253,7 +253,7 @@ class DenoisingTask(EmbeddingTask):
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the examples as rows; rows that are reconstructed include the word numbers of their tokens."""
-        self._guides["words"] = training or read_table(examples, self.options.columns, "eval").form == "texts"
+        self.needs_words = training or read_table(examples, self.options.columns, "eval").form == "texts"
         return super().prepare(examples, tokenizer, limits, training=training)
 
     def laid(self, rows: TextRows) -> Laid:
@@ -274,7 +274,7 @@ class DenoisingTask(EmbeddingTask):
     @property
     def _share(self) -> float | None:
         """The share of words that are deleted; None where texts are damaged already."""
-        return self.losses[0].del_ratio if next(iter(self.tables.values())).form == "texts" else None
+        return self.losses[0].del_ratio if self.first.form == "texts" else None
 
     def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateDamaged:
         """Return the collate function for damaged texts and their originals."""
