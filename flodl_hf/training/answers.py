@@ -7,7 +7,8 @@ is the first token, which means "no answer" (Devlin et al. 2018).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,15 +27,6 @@ if TYPE_CHECKING:
 
 WINDOW_TOKENS = 384
 STRIDE = 128
-
-
-@dataclass(frozen=True)
-class _Truth:
-    """For each question its windows, its context and the accepted answers."""
-
-    windows: list[list[Any]] = field(default_factory=list)
-    contexts: list[str] = field(default_factory=list)
-    answers: list[list[str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,8 @@ class AnswerTask(Task):
         question, context = columns.question, columns.context
         for name in (question, context):
             check_texts(examples, name, "finetune")
-        builder, truth, faults = RowBuilder(limits.types), _Truth(), []
+        builder, faults = RowBuilder(limits.types), []
+        truth: list[tuple[Any, str, list[str]]] = []
         questions, contexts = [row[question].strip() for row in examples], [row[context] for row in examples]
         how = {"max_tokens": limits.max_tokens, "stride": limits.shared(STRIDE, 3), "cut": "second"}
         for i, windows in encode_chunks(tokenizer, questions, contexts, **how):
@@ -84,15 +77,9 @@ class AnswerTask(Task):
             for window, (first, last) in zip(windows, answer_positions(windows, span), strict=True):
                 builder.add(window, i, start_positions=np.int64(first), end_positions=np.int64(last))
             if not training:
-                truth.windows.append(list(windows))
-                truth.contexts.append(row[context])
-                truth.answers.append([text for text, _ in found])
+                truth.append((list(windows), row[context], [text for text, _ in found]))
         refuse_rows("finetune", "answers that are not understood", faults, "texts of the context, with their starts")
-        return Prepared(builder.build(), None if training else truth)
-
-    def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a new scorer."""
-        return _Scorer(prepared.truth)
+        return Prepared(builder.build(), None if training else partial(_Scorer, truth))
 
 
 def _answers(value: Any, context: str) -> list[tuple[str, int]]:
@@ -133,10 +120,12 @@ def _start(value: Any) -> int:
 
 
 class _Scorer(Scorer):
-    def __init__(self, truth: _Truth) -> None:
+    """Metrics of answers; ``truth`` has for each question its windows, its context and the accepted answers."""
+
+    def __init__(self, truth: Sequence[tuple[Any, str, list[str]]]) -> None:
         super().__init__(AnswerF1())
         self.truth = truth
-        self.no_answer = any(not answers for answers in truth.answers)
+        self.no_answer = any(not answers for _, _, answers in truth)
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
         """Add the scores of the windows of one question, each ``(tokens, 2)``.
@@ -148,8 +137,9 @@ class _Scorer(Scorer):
         from flodl_hf.inference.spans import decode_answers_batch
         from flodl_hf.inference.token_table import table_of
 
-        table, context = table_of(self.truth.windows[example], [0] * len(scores)), self.truth.contexts[example]
+        windows, context, answers = self.truth[example]
+        table = table_of(windows, [0] * len(scores))
         (best,) = decode_answers_batch(Placed.of(scores), table, [context], no_answer=self.no_answer)
-        said = best[0].text if best else ""
-        self.parts[0].update([said], [self.truth.answers[example]])
-        return said, list(self.truth.answers[example])
+        found = best[0].text if best else ""
+        self.parts[0].update([found], [answers])
+        return found, list(answers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -146,8 +147,8 @@ class ChoiceTask(Task):
             f"one ({columns.label!r}): its number from 0, its letter or its text",
         )  # fmt: skip
         rows, cut = prepare_lists(found, tokenizer, limits, np.asarray(right, np.int64))
-        truth = None if training else ([len(one.texts) for one in found], right)
-        return Prepared(rows, truth, cut)  # type: ignore[arg-type]
+        scorer = None if training else partial(_Scorer, [len(one.texts) for one in found], right)
+        return Prepared(rows, scorer, cut)  # type: ignore[arg-type]
 
     def _read(self, row: Mapping[str, Any]) -> tuple[Candidates, int]:
         """Return a prompt with its choices, and the number of the right one.
@@ -174,10 +175,6 @@ class ChoiceTask(Task):
         label = _right(row.get(columns.label), texts, keys)
         lead = f"{stem} " if stem else ""
         return Candidates(prompt, tuple(lead + text for text in texts), ()), label
-
-    def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a new scorer."""
-        return _Scorer(*prepared.truth)
 
     def objective(self, *_: Any) -> ChoiceObjective:
         """Return the loss."""

@@ -225,7 +225,7 @@ class Evaluation:
 
     def scorer(self) -> Scorer:
         """Return a new scorer."""
-        scorer = self.task.scorer(self.prepared)
+        scorer = self.prepared.scorer()
         scorer = scorer if self.own is None else OwnScorer(scorer, self.task, self.own)
         return scorer if self.seen is None else OwnScorer(scorer, self.task, self.seen)
 

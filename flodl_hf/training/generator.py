@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from flodl_hf.training.masked import CollateShares, MaskedTask, Masking, make_ma
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, TakenRows
 from flodl_hf.training.step import STEP, Kind, Objective, layout_of, mixed, row_seeds, score
-from flodl_hf.training.task import Prepared, Scorer, Source
+from flodl_hf.training.task import Scorer, Source
 
 if TYPE_CHECKING:
     from flodl_hf.heads.masked_lm import MaskedLM
@@ -291,6 +291,30 @@ def _words(generator: Any, batch: Any) -> Tensor:
     return graph.get_submodule("head")(flat.index_select(0, batch["mask_places"]), layout=layout)
 
 
+class _Scorer(Scorer):
+    def __init__(self) -> None:
+        super().__init__(Classification(2, "binary"), Accuracy(), Perplexity())
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Add the outputs of both models for one row; return the predicted and the true replacements."""
+        tokens, first, words = self.parts
+        score, replaced, right, lost = scores[0].unbind(-1)
+        found, true = (score > 0).long(), replaced.long()
+        tokens.update(found, true)
+        masked = right >= 0
+        first.update(right[masked].long(), torch.ones_like(right[masked], dtype=torch.long))
+        words.add(lost.sum(dtype=torch.float64), masked.sum())
+        return found.tolist(), true.tolist()
+
+    def compute(self) -> dict[str, float]:
+        """Return the metrics of replaced tokens, and of the generator."""
+        tokens, first, words = (part.compute() for part in self.parts)
+        tokens.pop("count", None)
+        return {
+            **tokens, "generator_accuracy": first["accuracy"], "generator_perplexity": words["perplexity"],
+        }  # fmt: skip
+
+
 MASK_SHARE = 0.85
 """Share of the selected tokens that are masked; the others are unchanged, as published."""
 
@@ -310,6 +334,7 @@ class GeneratorTask(MaskedTask):
     head = "replaced_tokens"
     kind = "replaced"
     attaches = True
+    scores: ClassVar[type[Scorer]] = _Scorer
 
     @classmethod
     def plan(cls, source: Source) -> GeneratorTask:
@@ -364,31 +389,3 @@ class GeneratorTask(MaskedTask):
     def collate(self, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int) -> CollateMasked:
         """Return the collate function of steps of ``accumulate`` batches."""
         return CollateMasked.of_step(usual, rows, batches, accumulate, by_rows=False)
-
-    def scorer(self, prepared: Prepared) -> Any:
-        """Return a new scorer."""
-        return _Scorer()
-
-
-class _Scorer(Scorer):
-    def __init__(self) -> None:
-        super().__init__(Classification(2, "binary"), Accuracy(), Perplexity())
-
-    def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Add the outputs of both models for one row; return the predicted and the true replacements."""
-        tokens, first, words = self.parts
-        score, replaced, right, lost = scores[0].unbind(-1)
-        found, true = (score > 0).long(), replaced.long()
-        tokens.update(found, true)
-        masked = right >= 0
-        first.update(right[masked].long(), torch.ones_like(right[masked], dtype=torch.long))
-        words.add(lost.sum(dtype=torch.float64), masked.sum())
-        return found.tolist(), true.tolist()
-
-    def compute(self) -> dict[str, float]:
-        """Return the metrics of replaced tokens, and of the generator."""
-        tokens, first, words = (part.compute() for part in self.parts)
-        tokens.pop("count", None)
-        return {
-            **tokens, "generator_accuracy": first["accuracy"], "generator_perplexity": words["perplexity"],
-        }  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -180,6 +180,7 @@ class MaskedTask(Task):
     head = "masked_lm"
     kind = "words"
     main_metric = "-eval_loss"
+    scores: ClassVar[type[Scorer]] = Scorer  # without metrics; the perplexity is computed from the loss
 
     @classmethod
     def plan(cls, source: Source) -> MaskedTask:
@@ -194,22 +195,18 @@ class MaskedTask(Task):
         if self.concatenate:
             for owner, row in enumerate(_full_rows([row[text] for row in examples], tokenizer, limits)):
                 builder.add(row, owner, {"words": row.words})
-            return Prepared(builder.build(), None if training else ())
+            return Prepared(builder.build(), self.scores)
         how = {"max_tokens": limits.max_tokens, "stride": limits.stride or 0}
         for _, group in encode_chunks(tokenizer, [row[text] for row in examples], **how):
             for row in group:
                 if not all(row.special):
                     builder.add(row, owner, {"words": words_of(row)})
                     owner += 1
-        return Prepared(builder.build(), None if training else ())
+        return Prepared(builder.build(), self.scores)
 
     def masking(self, tokenizer: Tokenizer, options: Options) -> Masking:
         """Return the masking function."""
         return make_masking(tokenizer, options)
-
-    def scorer(self, prepared: Prepared) -> Scorer:
-        """Return a scorer without metrics: the perplexity is computed from the loss."""
-        return Scorer()
 
 
 @dataclass(frozen=True)

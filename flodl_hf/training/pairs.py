@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +39,7 @@ FOLLOWS = ("follows", "other")
 """Names of the labels 0 and 1, as in `flodl_hf.heads.next_sentence`."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class PairTask(Task):
     """Whether two texts belong together, and with ``head="pretraining"`` also masked words.
 
@@ -58,10 +59,8 @@ class PairTask(Task):
     per_row = True
 
     def __post_init__(self) -> None:
-        if self.head == "pretraining":
-            self._settle(kind="pairs", main_metric="-eval_loss")
-        else:
-            self._settle(kind="single_label", main_metric="accuracy")
+        masked = self.head == "pretraining"
+        self.kind, self.main_metric = ("pairs", "-eval_loss") if masked else ("single_label", "accuracy")
 
     @classmethod
     def plan(cls, source: Source) -> PairTask:
@@ -78,7 +77,7 @@ class PairTask(Task):
         for i, (row, *_) in encode_chunks(tokenizer, *map(list, zip(*pairs, strict=True)), **how):
             builder.add(row, i, {"words": words_of(row)} if masked else None, **{named: np.int64(labels[i])})
             cut += row.truncated
-        return Prepared(builder.build(), None if training else labels, cut)
+        return Prepared(builder.build(), None if training else partial(_Scorer, labels, words=masked), cut)
 
     def _pairs(self, examples: Examples, table: str) -> tuple[list[tuple[str, str]], list[int]]:
         """Return pairs, with 0 for related texts and 1 for others.
@@ -105,10 +104,6 @@ class PairTask(Task):
             found.append((first, second))
             labels.append(int(spoilt))
         return found, labels
-
-    def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a new scorer."""
-        return _Scorer(prepared.truth, words=self.head == "pretraining")
 
     def masking(self, tokenizer: Tokenizer, options: Options) -> Any:
         """Return the masking function; None for pairs alone."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -291,24 +292,20 @@ class RankTask(Task):
         lists, _ = _read(examples, self.role_columns, where, kind)
         if kind is None:
             listed, cut = prepare_lists(lists, tokenizer, limits)
-            truth: Any = range(len(lists)), self._worth(lists), 0.0
-            return Prepared(listed, None if training else truth, cut)  # type: ignore[arg-type]
+            scorer: Any = None if training else partial(_Scorer, range(len(lists)), self._worth(lists), 0.0)
+            return Prepared(listed, scorer, cut)  # type: ignore[arg-type]
         pairs = [(one.question, (grade,)) for one in lists for grade in one.grades]
         builder, cut = RowBuilder(limits.types), 0
         for i, row in _encode_lists(tokenizer, lists, limits):
             builder.add(row, i, labels=np.asarray(pairs[i][1], np.float32))
             cut += row.truncated
-        return Prepared(builder.build(), None if training else (*zip(*pairs, strict=True), 0.5), cut)
+        return Prepared(builder.build(), None if training else partial(_Scorer, *zip(*pairs, strict=True), 0.5), cut)
 
     def _worth(self, lists: Sequence[Candidates]) -> list[tuple[float, ...]]:
         """Return what candidates are worth: their labels, none below 0; of a teacher's scores the first is right."""
         if isinstance(self.loss, MarginMSELoss):
             return [(1.0, *[0.0] * (len(one.texts) - 1)) for one in lists]
         return [tuple(max(0.0, grade) for grade in one.grades) for one in lists]
-
-    def scorer(self, prepared: Prepared) -> Any:
-        """Return a new scorer."""
-        return _Scorer(*prepared.truth)
 
     def objective(self, options: Options, weights: tuple[float, ...] | None, own: LossFunction | None, /) -> Any:
         """Return the loss of training."""
@@ -346,8 +343,9 @@ def note_undefined_metrics(sets: Mapping[str, Prepared], task: Task) -> list[str
     """Return a note for each evaluation set of a ranker whose ranking metrics are not defined."""
     notes = []
     for name, part in sets.items() if isinstance(task, RankTask) else ():
-        grades = {(question, grade) for question, own in zip(*part.truth[:2], strict=True) for grade in own}
-        if len(grades) == len(set(part.truth[0])):
+        scorer: Any = part.scorer and part.scorer()
+        pairs = zip(scorer.questions, scorer.worth, strict=True)
+        if len({(question, grade) for question, own in pairs for grade in own}) == len(set(scorer.questions)):
             notes.append(
                 f"{f'eval {name}'.strip()}: no query has passages of different relevance, so {', '.join(FIGURES[1:])} "
                 "are not defined (nan); give each query several passages, some of which fit"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -128,11 +129,7 @@ class ReplacedTask(Task):
                     builder.add(row, owner, {"labels": labels}, ids=made["input_ids"])
                 truth += [] if training else [labels]
                 owner += 1
-        return Prepared(builder.build(), None if training else truth)
-
-    def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a new scorer."""
-        return _Scorer(prepared.truth)
+        return Prepared(builder.build(), None if training else partial(_Scorer, truth))
 
 
 def _read_tags(examples: Examples, words: str, tags: str | None, table: str) -> list[list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +32,7 @@ _KINDS = {problem: kind for kind, problem in PROBLEM_TYPES.items()}
 BUFFER = 1024
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceTask(Task):
     """A label for each text.
 
@@ -50,9 +51,9 @@ class SequenceTask(Task):
     per_row = True
 
     def __post_init__(self) -> None:
-        kind = self.targets.kind
-        metric = {"single_label": "accuracy", "multi_label": "f1", "regression": "-mse"}[kind]
-        self._settle(kind=kind, problem_type=PROBLEM_TYPES[kind], main_metric=metric)
+        self.kind = self.targets.kind
+        self.problem_type = PROBLEM_TYPES[self.kind]
+        self.main_metric = {"single_label": "accuracy", "multi_label": "f1", "regression": "-mse"}[self.kind]
 
     @classmethod
     def plan(cls, source: Source) -> SequenceTask:
@@ -124,7 +125,8 @@ class SequenceTask(Task):
         if training:
             return Prepared(rows, cut=cut)
         labels = rows.values["labels"][np.flatnonzero(np.diff(rows.owners, prepend=-1))]
-        return Prepared(rows, _Truth(torch.as_tensor(labels), weights), cut)
+        scorer = partial(_Scorer, self.kind, len(self.labels), torch.as_tensor(labels), weights)
+        return Prepared(rows, scorer, cut)
 
     def _values(self, labels: Sequence[Any]) -> list[Any]:
         """Return labels as the loss takes them."""
@@ -141,10 +143,6 @@ class SequenceTask(Task):
         refuse_rows("finetune", what, problems, "labels as in the training data")
         return found
 
-    def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a new scorer."""
-        return _Scorer(self.kind, len(self.labels), prepared.truth)
-
     def label_counts(self, rows: EncodedRows) -> list[int] | None:
         """Return how many rows have each label."""
         labels = rows.values["labels"]
@@ -155,17 +153,11 @@ class SequenceTask(Task):
         return np.bincount(labels, minlength=len(self.labels)).tolist()
 
 
-@dataclass(frozen=True)
-class _Truth:
-    """The labels of all texts, and for each text the content tokens of its windows."""
-
-    labels: Tensor
-    weights: list[list[int]]
-
-
 class _Scorer(Scorer):
-    def __init__(self, kind: str, size: int, truth: _Truth) -> None:
-        self.kind, self.truth, self.weights = kind, truth.labels, truth.weights
+    """Metrics of the labels of texts; ``weights`` are for each text the content tokens of its windows."""
+
+    def __init__(self, kind: str, size: int, truth: Tensor, weights: list[list[int]]) -> None:
+        self.kind, self.truth, self.weights = kind, truth, weights
         parts: dict[str, Callable[[], list[Any]]] = {
             "single_label": lambda: [Classification(size, "binary" if size == 2 else "macro")],
             "multi_label": lambda: [MultiLabel(size, "micro")],

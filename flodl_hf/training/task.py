@@ -7,7 +7,7 @@ and computes metrics. `data` selects the task of a run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -56,12 +56,12 @@ class LengthLimits:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows of tokens, the values that a scorer needs for each example (None for training data), and how many texts
-    were cut.
+    """Rows of tokens, what makes a scorer with the values that it needs for each example (None for training data), and
+    how many texts were cut.
     """
 
     rows: EncodedRows
-    truth: Any = None
+    scorer: Callable[[], Any] | None = None
     cut: int = 0
 
 
@@ -173,10 +173,6 @@ class Task:
         """Return the examples as rows of tokens."""
         raise NotImplementedError
 
-    def scorer(self, prepared: Prepared) -> Scorer:
-        """Return a new scorer."""
-        raise NotImplementedError
-
     def main_metric_of(self, held_out: Prepared) -> str:
         """Return the metric of evaluation data that selects the best model."""
         return self.main_metric
@@ -220,11 +216,6 @@ class Task:
     def collate_held_out(self, usual: CollateRows, rows: Any) -> CollateRows:
         """Return the collate function of evaluation rows, which count as one step."""
         return self.collate(usual, rows, FixedBatches(SequentialSampler(len(rows)), len(rows)), sys.maxsize)
-
-    def _settle(self, **values: Any) -> None:
-        """Set attributes that follow from the fields of a frozen task."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
 
 def encode_chunks(

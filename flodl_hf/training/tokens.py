@@ -7,7 +7,8 @@ is used for training and evaluation once, in the window with the most context.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -99,15 +100,7 @@ def read_character_spans(value: Any, row: int) -> list[tuple[int, int, str]]:
     return spans
 
 
-@dataclass(frozen=True)
-class _Truth:
-    """For each example the positions of its words, their tags, and its first row."""
-
-    units: list[Units] = field(default_factory=list)
-    tags: list[list[str]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
+@dataclass
 class TokenTask(Task):
     """A label for each word.
 
@@ -126,12 +119,9 @@ class TokenTask(Task):
     kind = "tokens"
 
     def __post_init__(self) -> None:
-        self._settle(main_metric="f1" if self.has_spans else "accuracy")
-
-    @property
-    def has_spans(self) -> bool:
-        """Whether labels are tags of spans rather than of words for themselves."""
-        return "O" in self.labels and all(name == "O" or name[1:2] == "-" for name in self.labels)
+        # Labels are tags of spans, or of words for themselves.
+        self.has_spans = "O" in self.labels and all(name == "O" or name[1:2] == "-" for name in self.labels)
+        self.main_metric = "f1" if self.has_spans else "accuracy"
 
     @classmethod
     def plan(cls, source: Source) -> TokenTask:
@@ -149,7 +139,8 @@ class TokenTask(Task):
         """Return the windows of each sentence or text."""
         ids = {name: k for k, name in enumerate(self.labels)}
         rename = dict(zip(self.stored, self.labels, strict=True)) if self.stored else {}
-        builder, truth, faults = RowBuilder(limits.types), _Truth(), []
+        builder, faults = RowBuilder(limits.types), []
+        truth: list[tuple[Units, list[str]]] = []
         words = self.columns.words
         source: Any = words or self.columns.text
         if words is None:
@@ -165,11 +156,11 @@ class TokenTask(Task):
             for window, line in zip(windows, labels, strict=True):
                 builder.add(window, i, {"labels": line})
             if not training:
-                truth.units.append(units)
-                truth.tags.append(tags)
+                truth.append((units, tags))
         which = "sentences" if training else "evaluation sentences"
         refuse_rows("finetune", f"{which} that cannot be labelled", faults, "a label for each word")
-        return Prepared(builder.build(), None if training else truth)
+        scorer = partial(_Scorer, self.labels, truth, self.has_spans)
+        return Prepared(builder.build(), None if training else scorer)
 
     def _tagged(
         self, row: Mapping[str, Any], windows: Sequence[Any], index: int, rename: Mapping[str, str]
@@ -194,10 +185,6 @@ class TokenTask(Task):
             )
         return units, tags_of_spans(units.extents, spans)
 
-    def scorer(self, prepared: Prepared) -> _Scorer:
-        """Return a new scorer."""
-        return _Scorer(self.labels, prepared.truth, self.has_spans)
-
     def label_counts(self, rows: EncodedRows) -> list[int]:
         """Return how many words have each label."""
         labels = rows.columns["labels"]
@@ -205,18 +192,20 @@ class TokenTask(Task):
 
 
 class _Scorer(Scorer):
-    def __init__(self, names: tuple[str, ...], truth: _Truth, has_spans: bool) -> None:
+    """Metrics of tags; ``truth`` has for each example the positions of its words, and their tags."""
+
+    def __init__(self, names: tuple[str, ...], truth: list[tuple[Units, list[str]]], has_spans: bool) -> None:
         super().__init__(SpanF1())
         self.names, self.truth, self.has_spans = names, truth, has_spans
 
     def update(self, example: int, scores: Sequence[Tensor]) -> tuple[Any, Any]:
         """Add the scores of the windows of one text; return the predicted and true tags of its words."""
-        said = [row.argmax(-1).tolist() for row in scores]
+        predicted, (units, known) = [row.argmax(-1).tolist() for row in scores], self.truth[example]
         fill = "O" if "O" in self.names else self.names[0]
-        tags = read_tags(self.truth.units[example], said, self.names, fill=fill)
-        found, true = (conll_tags(line, self.names) for line in (tags, self.truth.tags[example]))
+        tags = read_tags(units, predicted, self.names, fill=fill)
+        found, true = (conll_tags(line, self.names) for line in (tags, known))
         self.parts[0].update([found], [true])
-        return list(tags), list(self.truth.tags[example])
+        return list(tags), list(known)
 
     def compute(self) -> dict[str, float]:
         """Return the figures."""

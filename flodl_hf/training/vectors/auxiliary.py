@@ -21,8 +21,8 @@ from flodl.metrics import Accuracy
 from flodl_hf.training.losses import is_named
 from flodl_hf.training.losses.pairs import EmbedDistillLoss, Form, VectorLoss
 from flodl_hf.training.options import Options
-from flodl_hf.training.task import Examples, Prepared, Scorer
-from flodl_hf.training.vectors.scorer import VectorScorer
+from flodl_hf.training.task import Examples, Scorer
+from flodl_hf.training.vectors.scorer import HeldOut, VectorScorer
 from flodl_hf.training.vectors.step import VectorObjective
 from flodl_hf.training.vectors.tables import TextTable
 from flodl_hf.training.vectors.task import EmbeddingTask
@@ -141,6 +141,24 @@ class AuxiliaryObjective(VectorObjective):
         return model.beside(super().score(model, batch)).float()
 
 
+class ClassScorer(Scorer):
+    """Accuracy of the classes of pairs."""
+
+    def __init__(self, truth: HeldOut) -> None:
+        super().__init__(Accuracy())
+        self.truth = truth
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> None:
+        """Add the scores of one pair, ``[(1, classes)]``."""
+        labels: Any = self.truth.labels
+        self.parts[0].update(scores[0], torch.tensor([int(labels[example])]))
+
+
+def scorer_of(truth: HeldOut) -> Scorer:
+    """Return a scorer of classes, or of vectors."""
+    return ClassScorer(truth) if truth.form == OF_CLASSES else VectorScorer(truth)
+
+
 @dataclass
 class AuxiliaryTask(EmbeddingTask):
     """Embeddings trained with an additional layer; arguments as for `EmbeddingTask`."""
@@ -149,6 +167,7 @@ class AuxiliaryTask(EmbeddingTask):
     table: ClassVar[Mapping[str, Any]] = AUXILIARY_LOSSES
     refused: ClassVar[tuple[str, ...]] = ("matryoshka",)
     trained: ClassVar[type[VectorObjective]] = AuxiliaryObjective
+    scores = staticmethod(scorer_of)
 
     @classmethod
     def read(cls, examples: Examples, options: Options, source: str) -> TextTable:
@@ -206,23 +225,3 @@ class AuxiliaryTask(EmbeddingTask):
 
     def _fitting(self, form: Any) -> list[Any]:
         return [loss for loss in self.losses if form in loss.forms]
-
-    def scorer(self, prepared: Prepared) -> Any:
-        """Return a new scorer."""
-        return ClassScorer(prepared.truth.labels) if prepared.truth.form == OF_CLASSES else VectorScorer(prepared.truth)
-
-
-class ClassScorer(Scorer):
-    """Accuracy of the classes of pairs.
-
-    Args:
-        labels: the class of each pair.
-    """
-
-    def __init__(self, labels: Any) -> None:
-        super().__init__(Accuracy())
-        self.labels = labels
-
-    def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Add the scores of one pair, ``[(1, classes)]``."""
-        self.parts[0].update(scores[0], torch.tensor([int(self.labels[example])]))

@@ -202,6 +202,50 @@ def _projection_files(
     return pylate_files(late)
 
 
+QUERIES = 64
+"""Number of queries that are scored together."""
+
+
+class LateScorer(VectorScorer):
+    """Metrics of token vectors with MaxSim."""
+
+    def update(self, example: int, scores: Sequence[Tensor]) -> None:
+        """Add the vectors of one example, ``[(texts, tokens, size)]``; zeros mark missing vectors."""
+        self.kept.update(example, [text[(text != 0).any(-1)].numpy() for text in scores[0]])
+
+    def figures(self, vectors: Sequence[Any], texts: NDArray[np.int64], labels: Any) -> dict[str, float]:
+        """Return the metrics of the vectors, texts and labels of examples."""
+        tensors, form = [[torch.from_numpy(text.copy()) for text in row] for row in vectors], self.truth.form
+        if form not in MULTIVECTOR_USUAL:
+            return {}
+        found = {} if form == "teacher_scores" else _retrieval(tensors, texts)
+        return found if form == "pairs" else {**found, "triplet_accuracy": _triplets(tensors)}
+
+
+def _retrieval(vectors: Sequence[Sequence[Tensor]], texts: NDArray[np.int64]) -> dict[str, float]:
+    """Return how well queries find their documents among all documents, each distinct text once."""
+    places, first, relevant = related_texts(texts)
+    documents: list[Any] = [None] * (int(places.max()) + 1)
+    for row, at in zip(vectors, places, strict=True):
+        for vector, place in zip(row[1:], at.tolist(), strict=True):
+            documents[place] = vector
+    deepest = max(k for numbers in RETRIEVAL.values() for k in numbers)
+    found = []
+    for start in range(0, len(first), QUERIES):
+        scores = max_sim([vectors[i][0] for i in first[start : start + QUERIES]], documents)
+        found += scores.topk(min(deepest, len(documents)), dim=1).indices.tolist()
+    return figures_of_found(found, relevant, RETRIEVAL)
+
+
+def _triplets(vectors: Sequence[Sequence[Tensor]]) -> float:
+    """Return how often a query is nearer to its first document than to each other one."""
+    won = []
+    for query, right, *others in vectors:
+        scores = max_sim([query], [right, *others])[0]
+        won.append((scores[0] > scores[1:]).double().mean().item())
+    return float(np.mean(won))
+
+
 @dataclass
 class MultiVectorTask(EmbeddingTask):
     """Vectors of tokens; arguments as of `EmbeddingTask`, and of `CollateLate` once the model is known."""
@@ -214,7 +258,9 @@ class MultiVectorTask(EmbeddingTask):
 
     usual: ClassVar[Mapping[Any, str]] = MULTIVECTOR_USUAL
     evaluated: ClassVar[Mapping[Any, str]] = MULTIVECTOR_USUAL
+    forms = tuple(form for form in EmbeddingTask.forms if form not in ("classes", "teacher_vectors"))
     table: ClassVar[Mapping[str, Any]] = MULTIVECTOR_LOSSES
+    scores: ClassVar[Any] = LateScorer
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "pooling", "normalize", "guide")
 
     @property
@@ -278,55 +324,8 @@ class MultiVectorTask(EmbeddingTask):
 
     def main_metric_of(self, held_out: Prepared) -> str:
         """Return the first metric of the form of the evaluation data; the loss for forms without metrics."""
-        return super().main_metric_of(held_out) if held_out.truth.form in MULTIVECTOR_USUAL else "-eval_loss"
+        has_metrics = held_out.scorer().truth.form in MULTIVECTOR_USUAL
+        return super().main_metric_of(held_out) if has_metrics else "-eval_loss"
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> LateObjective:
         return LateObjective(losses, **further)
-
-    def scorer(self, prepared: Prepared) -> LateScorer:
-        """Return a new scorer."""
-        return LateScorer(prepared.truth)
-
-
-QUERIES = 64
-"""Number of queries that are scored together."""
-
-
-class LateScorer(VectorScorer):
-    """Metrics of token vectors with MaxSim."""
-
-    def update(self, example: int, scores: Sequence[Tensor]) -> None:
-        """Add the vectors of one example, ``[(texts, tokens, size)]``; zeros mark missing vectors."""
-        self.kept.update(example, [text[(text != 0).any(-1)].numpy() for text in scores[0]])
-
-    def figures(self, vectors: Sequence[Any], texts: NDArray[np.int64], labels: Any) -> dict[str, float]:
-        """Return the metrics of the vectors, texts and labels of examples."""
-        tensors, form = [[torch.from_numpy(text.copy()) for text in row] for row in vectors], self.truth.form
-        if form not in MULTIVECTOR_USUAL:
-            return {}
-        found = {} if form == "teacher_scores" else _retrieval(tensors, texts)
-        return found if form == "pairs" else {**found, "triplet_accuracy": _triplets(tensors)}
-
-
-def _retrieval(vectors: Sequence[Sequence[Tensor]], texts: NDArray[np.int64]) -> dict[str, float]:
-    """Return how well queries find their documents among all documents, each distinct text once."""
-    places, first, relevant = related_texts(texts)
-    documents: list[Any] = [None] * (int(places.max()) + 1)
-    for row, at in zip(vectors, places, strict=True):
-        for vector, place in zip(row[1:], at.tolist(), strict=True):
-            documents[place] = vector
-    deepest = max(k for numbers in RETRIEVAL.values() for k in numbers)
-    found = []
-    for start in range(0, len(first), QUERIES):
-        scores = max_sim([vectors[i][0] for i in first[start : start + QUERIES]], documents)
-        found += scores.topk(min(deepest, len(documents)), dim=1).indices.tolist()
-    return figures_of_found(found, relevant, RETRIEVAL)
-
-
-def _triplets(vectors: Sequence[Sequence[Tensor]]) -> float:
-    """Return how often a query is nearer to its first document than to each other one."""
-    won = []
-    for query, right, *others in vectors:
-        scores = max_sim([query], [right, *others])[0]
-        won.append((scores[0] > scores[1:]).double().mean().item())
-    return float(np.mean(won))

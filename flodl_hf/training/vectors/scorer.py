@@ -48,12 +48,13 @@ class VectorScorer(Scorer):
 
     Args:
         truth: the gold labels of the examples.
-        measure: how alike two vectors are, a name of `flodl_hf.inference.similarity.MEASURES`.
     """
 
-    def __init__(self, truth: HeldOut, measure: str = "cosine") -> None:
+    measure = "cosine"
+
+    def __init__(self, truth: HeldOut) -> None:
         super().__init__(CollectedValues())
-        self.truth, self.measure, self.kept = truth, measure, self.parts[0]
+        self.truth, self.kept = truth, self.parts[0]
 
     def update(self, example: int, scores: Sequence[Tensor]) -> None:
         """Add the vectors of one example, ``[(texts, size)]``."""

@@ -34,8 +34,7 @@ from flodl_hf.training.losses.pairs import (
 from flodl_hf.training.losses.ranking import MultipleNegativesRankingLoss, Wrapped
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows
-from flodl_hf.training.task import Prepared
-from flodl_hf.training.vectors.scorer import VectorScorer
+from flodl_hf.training.vectors.scorer import HeldOut, VectorScorer
 from flodl_hf.training.vectors.step import CollateTexts, TextRows, VectorObjective
 from flodl_hf.training.vectors.task import EmbeddingTask
 
@@ -157,6 +156,23 @@ BY_COSINE = ("scored", "binary")
 WORDS = ("words_first", "words_others")
 
 
+class SparseScorer(VectorScorer):
+    """Metrics of sparse vectors, with the number of active words."""
+
+    def __init__(self, truth: HeldOut) -> None:
+        super().__init__(truth)
+        self.measure = "cosine" if truth.form in BY_COSINE else "dot"
+
+    def compute(self) -> dict[str, float]:
+        """Return the figures, with the mean number of words of first texts and of the others."""
+        figures = super().compute()
+        kept = self.kept.items.values()
+        for name, part in zip(WORDS, (slice(0, 1), slice(1, None)), strict=True):
+            counts = [int((vectors[part] != 0).sum()) / max(1, len(vectors[part])) for vectors in kept]
+            figures[name] = sum(counts) / len(counts) if counts else float("nan")
+        return figures
+
+
 @dataclass
 class SparseTask(EmbeddingTask):
     """Weights of words; arguments as of `EmbeddingTask`."""
@@ -167,6 +183,7 @@ class SparseTask(EmbeddingTask):
     usual: ClassVar[Mapping[Any, str]] = SPARSE_USUAL
     evaluated: ClassVar[Mapping[Any, str]] = SPARSE_USUAL
     table: ClassVar[Mapping[str, Any]] = SPARSE_LOSSES
+    scores: ClassVar[Any] = SparseScorer
     refused: ClassVar[tuple[str, ...]] = ("matryoshka", "pooling", "normalize", "guide")
 
     @classmethod
@@ -197,11 +214,6 @@ class SparseTask(EmbeddingTask):
         ends = epoch_ends(self.options, batches, accumulate)
         further = partial(strength_of_batch, self.losses[0], ends, accumulate)
         return replace(super().collate(usual, rows, batches, accumulate), further=further)
-
-    def scorer(self, prepared: Prepared) -> SparseScorer:
-        """Return a new scorer."""
-        form = prepared.truth.form
-        return SparseScorer(prepared.truth, "cosine" if form in BY_COSINE else "dot")
 
 
 def strength_of_batch(loss: Any, ends: Sequence[int], accumulate: int, position: Where) -> dict[str, Any]:
@@ -243,16 +255,3 @@ class SparseObjective(VectorObjective):
         # batches of evaluation have no share, and the whole penalty
         penalty = {"strength": batch.get(STRENGTH, 1.0)} if isinstance(loss, SpladeLoss) else {}
         return loss(texts, labels, own, **penalty)
-
-
-class SparseScorer(VectorScorer):
-    """Metrics of sparse vectors, with the number of active words."""
-
-    def compute(self) -> dict[str, float]:
-        """Return the figures, with the mean number of words of first texts and of the others."""
-        figures = super().compute()
-        kept = self.kept.items.values()
-        for name, part in zip(WORDS, (slice(0, 1), slice(1, None)), strict=True):
-            counts = [int((vectors[part] != 0).sum()) / max(1, len(vectors[part])) for vectors in kept]
-            figures[name] = sum(counts) / len(counts) if counts else float("nan")
-        return figures

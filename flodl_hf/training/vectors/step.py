@@ -354,7 +354,7 @@ class VectorObjective:
                 parts = [gather(part, shares) for part in self._alike_on_ranks(parts)]
                 labels = labels if labels is None else gather(labels, shares)
                 there = there if there is None else gather(there.to(vectors), shares) > 0
-            if there is not None and loss.ragged:
+            if there is not None and getattr(loss, "ragged", False):
                 loss = partial(loss, there=there.to(vectors.device))
             value = self._value(loss, [text for part in parts for text in part.unbind(1)], labels, own, batch)
         return Loss.mean(value, count)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -58,11 +59,14 @@ class EmbeddingTask(Task):
     per_row = True
     attaches = True
     trained: ClassVar[type[VectorObjective]] = VectorObjective
+    scores: ClassVar[Callable[[HeldOut], Scorer]] = VectorScorer
 
     usual: ClassVar[Mapping[Any, str]] = USUAL
     table: ClassVar[Mapping[str, Any]] = LOSSES
     evaluated: ClassVar[Mapping[Any, str]] = USUAL
     """Default losses of evaluation data, for the forms that the losses of training do not take."""
+    forms: ClassVar[tuple[str, ...]] = (*USUAL, "pair_classes")
+    """Data that a function of the user can be the loss of."""
 
     def __post_init__(self) -> None:
         self.first = next(iter(self.tables.values()))
@@ -108,7 +112,7 @@ class EmbeddingTask(Task):
                 form=table.form,
             )
         loss = fitting[0] if fitting else self._usual(table.form)
-        return table if loss.ragged else expect_equal_widths(table, "eval")
+        return table if getattr(loss, "ragged", False) else expect_equal_widths(table, "eval")
 
     def _fitting(self, form: Any) -> list[Any]:
         """Return the losses of training that accept evaluation data of a form, for the last layer only."""
@@ -142,8 +146,9 @@ class EmbeddingTask(Task):
                 own[: len(row)] = [numbers.setdefault(text, len(numbers)) for text in row]
             texts.append(ids)
             cut += short
-        truth = None if training else HeldOut(tables[0].form, texts[0], tables[0].labels, prompted)
-        return Prepared(TextRows(parts, texts), truth, cut)  # type: ignore[arg-type]
+        truth = HeldOut(tables[0].form, texts[0], tables[0].labels, prompted)
+        scorer = None if training else partial(self.scores, truth)
+        return Prepared(TextRows(parts, texts), scorer, cut)  # type: ignore[arg-type]
 
     def _evaluated_texts(self, table: TextTable) -> list[tuple[str, ...]]:
         """Return evaluation texts with the prompts of sentence-transformers' evaluators.
@@ -190,10 +195,6 @@ class EmbeddingTask(Task):
             own[: len(row)] = [known.setdefault(text, len(known)) for text in row]
         vectors: Any = self.guide.embed(list(known))
         return vectors.float().numpy()[places]
-
-    def scorer(self, prepared: Prepared) -> Scorer:
-        """Return a new scorer."""
-        return VectorScorer(prepared.truth)
 
     # --- the run ------------------------------------------------------------------------------------------------
 
@@ -277,9 +278,9 @@ class EmbeddingTask(Task):
 
     def of_held_out(self, prepared: Prepared, *_: Any) -> VectorObjective:
         """Return the loss of evaluation data: the loss of training if it accepts such data, for the last layer only."""
-        form = prepared.truth.form
-        fitting = self._fitting(form)
-        return self._objective((fitting[0] if fitting else self._usual(form),), prompted=prepared.truth.prompted)
+        truth: HeldOut = prepared.scorer().truth
+        fitting = self._fitting(truth.form)
+        return self._objective((fitting[0] if fitting else self._usual(truth.form),), prompted=truth.prompted)
 
     def _usual(self, form: Any) -> Any:
         """Return the default loss of evaluation data."""
@@ -287,7 +288,7 @@ class EmbeddingTask(Task):
 
     def main_metric_of(self, held_out: Prepared) -> str:
         """Return the first metric of the form of the evaluation data."""
-        return main_metric(held_out.truth.form)
+        return main_metric(held_out.scorer().truth.form)
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> VectorObjective:
         """Return the objective of some losses; ``trained`` is the class for losses of the run."""
@@ -375,7 +376,7 @@ def plan_embedding(
                 f"{name or 'train'}: {kind.name} has no loss of {table.form}; expected {', '.join(kind.usual)}"
             )
             continue
-        loss: Any = _Own(own) if own is not None and not hasattr(own, "forms") else own
+        loss: Any = own if own is None or hasattr(own, "forms") else _Own(own, kind.forms)
         if loss is None and isinstance(word, str):
             cached = cached or (word not in kind.usual.values() and loss_named(word, kind.table) in CACHED)
             loss = kind.loss_named(word, options)
@@ -383,7 +384,7 @@ def plan_embedding(
             loss = word
         if table.form not in loss.forms and table.as_scores.form in loss.forms:
             table = tables[name] = table.as_scores
-        if not loss.ragged:
+        if not getattr(loss, "ragged", False):
             expect_equal_widths(table, name or "train")
         fits = table.form in loss.forms or (isinstance(loss, MSELoss) and options.guide is not None)
         if not fits:
@@ -424,7 +425,7 @@ class _Own:
     """A loss of the user's own: ``loss(vectors, labels)`` with one ``(examples, size)`` for each text."""
 
     call: Any
-    forms: tuple[str, ...] = (*USUAL, "pair_classes")
+    forms: tuple[str, ...]
     in_batch: bool = True
     by_guide: bool = False
     ragged: bool = False

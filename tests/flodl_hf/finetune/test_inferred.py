@@ -235,7 +235,7 @@ def test_neighbouring_entities_count_one_by_one_in_every_scheme(scheme: str) -> 
     rows = [{"words": list("abcdefgh"), "tags": tags}]
     task = chosen(rows)
     prepared = task.prepare(rows, demo.learn_vocabulary(), LIMITS, training=False)
-    scorer = task.scorer(prepared)
+    scorer = prepared.scorer()
     said = [0, *(task.labels.index(tag) for tag in tags), 0]
     scorer.update(0, [torch.eye(len(task.labels))[said]])
     assert scorer.compute()["f1"] == 1.0

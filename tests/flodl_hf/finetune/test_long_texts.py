@@ -83,7 +83,7 @@ def test_windows_are_judged_as_predict_answers(
     of_texts = [job.task.targets.encode(row["label"]) for row in rows]
     assert np.allclose(job.rows.values["labels"], np.asarray(of_texts)[job.rows.owners])
     seen: dict[int, torch.Tensor] = {}
-    scorer = job.task.scorer(prepared)
+    scorer = prepared.scorer()
     job.model.eval()
     with torch.no_grad():
         for example in range(len(rows)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,12 @@ def test_evaluation_data_without_a_loss_is_refused(task: str, form: str, options
         metric_of(base, task, ROWS["pairs"], ROWS[form], metric="-eval_loss", **options)
     assert caught.value.details["form"] == form
     assert caught.value.message.startswith("eval: found")
+
+
+def test_data_with_different_numbers_of_negatives_are_evaluated_on_pairs(base: Path) -> None:
+    several = [{**row, "negatives": TEXTS[: 1 + i % 2]} for i, row in enumerate(ROWS["pairs"])]
+    result = finetune(base, train=several, eval=ROWS["scored"], task="embedding", max_steps=1, batch_size=8)
+    assert math.isfinite(result.metrics["eval_loss"])
 
 
 def test_a_function_takes_other_data_of_token_vectors(base: Path) -> None:

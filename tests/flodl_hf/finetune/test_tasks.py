@@ -104,12 +104,12 @@ def test_exact_match_is_that_of_the_answers_that_are_given(base: Path) -> None:
 def test_the_answer_lies_in_the_window_that_points_at_it(base: Path) -> None:
     rows = questions()
     planned = job(base, rows, rows, max_length=24)
-    truth = planned.evaluation.sets[""].prepared.truth
+    truth = planned.evaluation.sets[""].prepared.scorer().truth
     held = 0
     for i in range(len(planned.rows)):
         row, owner = planned.rows.get(i), int(planned.rows.owners[i])
         if row["start_positions"]:
-            window = truth.windows[owner][i - int((planned.rows.owners < owner).sum())]
+            window = truth[owner][0][i - int((planned.rows.owners < owner).sum())]
             first, last = window.offsets[row["start_positions"]][0], window.offsets[row["end_positions"]][1]
             assert rows[owner]["context"][first:last].startswith(rows[owner]["answers"]["text"][0])
             held += 1
