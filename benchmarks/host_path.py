@@ -151,10 +151,10 @@ class Steps:
     def measure(self) -> Iterator[None]:
         """Measure the steps of the calls inside, without overlap."""
         with ExitStack() as held:
-            for step, method in (("encode", "encode"), ("start", "start"), ("finish", "decode")):
-                call = getattr(pipeline._Loop, method)
+            for step, method in (("encode", "_encode"), ("start", "_start"), ("finish", "_decode")):
+                call = getattr(pipeline.Session, method)
                 timed = lambda loop, window, step=step, call=call: self._timed(step, call, loop, window)  # noqa: E731
-                held.enter_context(patch.object(pipeline._Loop, method, timed))
+                held.enter_context(patch.object(pipeline.Session, method, timed))
             held.enter_context(patch("flodl_hf.inference.pipeline.works_by_itself", lambda device: False))
             yield
 

@@ -141,7 +141,7 @@ def shares(model: EncoderModel, texts: list[str], precision: str) -> str:
     launch = time.perf_counter()
     pending = session.start(encoded.table, Scores(model._per_text))
     launched = time.perf_counter()
-    pending.wait()
+    list(pending.parts())
     done = time.perf_counter()
     return (
         f"tokens to arrays {tokenised - begin:.3f} s, launching {launched - launch:.3f} s, device {done - launch:.3f} s"

@@ -131,7 +131,7 @@ class SequenceClassifier(ScoringModel):
             threshold = tuned_thresholds(self.config.label_thresholds, threshold, function_to_apply)
             if self.config.problem_type != "multi_label_classification":
                 threshold, between = None, threshold
-        if compat is None and function_to_apply is None:
+        if compat is None and function_to_apply is None and self.config.score_activation is not None:
             function_to_apply = score_function(self.config)
 
         # Not a function of this call alone: the process of another device does it too.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flodl_hf.checkpoints.sentence.vectors import SpladePooling
 
 HEARD: ContextVar[Callable[[float], None] | None] = ContextVar("HEARD", default=None)
-"""Who hears of each batch that is noted, as a share of all rows."""
+"""Called after each batch with the share of rows that have results."""
 
 COUNTED: ContextVar[Callable[[int], None] | None] = ContextVar("COUNTED", default=None)
 """Called with the number of tokens of each window that is sent, and with 0 after each batch."""
@@ -68,7 +68,7 @@ class Pending:
     """
 
     def __init__(self, rows: int) -> None:
-        self._rows = rows
+        self._rows, self._ready = rows, 0
         self._parts: list[tuple[np.ndarray, np.ndarray, Tensor, Any]] = []
         self.threads: list[Thread] = []
         self.faults: list[BaseException] = []
@@ -85,65 +85,44 @@ class Pending:
         """
         self._parts.append((rows, sizes, values, event))
         if self._heard is not None:
-            self._heard(len(rows) / self._rows)
+            self._ready += len(rows)
+            self._heard(self._ready / self._rows)
         if self._counted is not None:
             self._counted(0)
 
-    def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the rows of each batch and their results, ``(results, ...)``, batch after batch as they arrive."""
+    def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield rows, sizes and results, ``(results, ...)``, of each batch as they arrive.
+
+        The exception of another thread is raised.
+        """
         # Other threads may still be adding batches.
         for thread in self.threads:
             thread.join()
         if self.faults:
             raise self.faults[0]
-        for rows, _, values, event in self._parts:
+        for rows, sizes, values, event in self._parts:
             if event is not None:
                 event.synchronize()
-            yield rows, values.numpy()
-
-    def arrays(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Return rows, sizes and results of all batches, to be sent elsewhere."""
-        self.wait()
-        return [(rows, sizes, values.numpy()) for rows, sizes, values, _ in self._parts]
-
-    @classmethod
-    def arrived(cls, rows: int, arrays: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Pending:
-        """Return the values of `arrays` as completed results."""
-        found = cls(rows)
-        for chosen, sizes, values in arrays:
-            found.add(chosen, sizes, torch.from_numpy(values), None)
-        return found
+            yield rows, sizes, values.numpy()
 
     def placed(self) -> Placed:
         """Return the results of all tokens, in float32 on the CPU, and where each row's begin."""
-        self.wait()
-        starts = np.zeros(self._rows, np.int64)
-        at = 0
-        for rows, sizes, values, _ in self._parts:
+        starts, found, at = np.zeros(self._rows, np.int64), [], 0
+        for rows, sizes, values in self.parts():
             starts[rows] = at + np.cumsum(sizes) - sizes
             at += len(values)
-        parts = [part[2] for part in self._parts]
-        if len(parts) == 1:
-            return Placed(parts[0], starts)
-        return Placed(torch.from_numpy(np.concatenate([part.numpy() for part in parts])), starts)
+            found.append(values)
+        return Placed(torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found)), starts)
 
     def stacked(self) -> Tensor:
         """Return the result of each row in the order of the rows, ``(rows, ...)``, in float32 on the CPU."""
-        if len(self._parts) == 1 and self._rows == 1:
-            self.wait()
-            return self._parts[0][2]
         found: np.ndarray | None = None
-        for rows, values in self.parts():
+        for rows, _, values in self.parts():
             if found is None:
                 found = np.empty((self._rows, *values.shape[1:]), np.float32)
             found[rows] = values
         assert found is not None
         return torch.from_numpy(found)
-
-    def wait(self) -> None:
-        """Wait for all results; raise the exception of another thread, if any."""
-        for _ in self.parts():
-            pass
 
 
 # Small chunks keep activations in a processor's cache; an accelerator wants large products.
@@ -255,15 +234,10 @@ def batch_of(
     return Batch(work, ids, kinds, lengths, sizes, at, int(sizes.sum()))
 
 
-def check_rows(table: TokenTable) -> None:
-    """Raise unless every row has a token.
-
-    Raises:
-        PredictError: a row has none.
-    """
-    if len(table) and not int(table.lengths.min()):
-        at = int(np.argmin(table.lengths))
-        raise PredictError(f"row {at} has no tokens; expected at least one, such as a special token", row=at)
+def without_tokens(table: TokenTable) -> PredictError:
+    """Return the error for rows of which one has no token."""
+    at = int(np.argmin(table.lengths))
+    return PredictError(f"row {at} has no tokens; expected at least one, such as a special token", row=at)
 
 
 # ---- computations -------------------------------------------------------------------------------------

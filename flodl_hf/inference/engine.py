@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.batch import Batch, Pending, Work, batch_of, check_rows, plan_batches, usual_budget
+from flodl_hf.inference.batch import Batch, Pending, Work, batch_of, plan_batches, usual_budget, without_tokens
 from flodl_hf.inference.cuda_graphs import SMALL, WAIT, Recorder
 from flodl_hf.inference.layers_from_disk import Given
 from flodl_hf.inference.options import Precision, RunOptions
-from flodl_hf.inference.prepared_graph import Prepared, holder
+from flodl_hf.inference.prepared_graph import Prepared, prepared_for
 from flodl_hf.inference.token_table import TokenTable
 from flodl_hf.nn.buckets import Buffer, bucket_of, laid_out, rounded
 from flodl_hf.nn.layout import Layout, Packed, Padded
@@ -81,17 +81,17 @@ class Engine:
         unchecked: bool = False,
         coarse: bool = False,
     ) -> Engine:
-        """Return the engine of a model on a device, or on the model's own; ``unchecked`` as `_Holder.get` has it."""
+        """Return the engine of a model on a device, or on the model's own; ``unchecked`` as of `prepared_for`."""
         options = options or RunOptions()
         on_disk = model.weights_on_disk
-        if on_disk is not None and device not in (None, on_disk.device):
+        if on_disk is not None and (device not in (None, on_disk.device) or len(options.devices or ()) > 1):
             raise PredictError(
                 f"devices: the model's weights are on disk, read for {on_disk.device}; expected no other device. Load "
                 "it with device= for another, or with weights='memory' to share work among several.",
                 device=str(device),
             )
         place = device if on_disk is None else on_disk.device
-        found = holder(model).get(model.graph, options.precision, place, unchecked=unchecked, on_disk=on_disk)
+        found = prepared_for(model, options.precision, place, unchecked=unchecked, on_disk=on_disk)
         places = model.config.max_tokens
         longest = places and places - model.virtual_tokens
         return cls(found, options, types=model._reads_types, longest=longest, coarse=coarse)
@@ -104,7 +104,8 @@ class Engine:
             work: what to compute.
             places: for `ScoresAt`: which tokens of each row.
         """
-        check_rows(table)
+        if not table.lengths.all():
+            raise without_tokens(table)
         pending = Pending(len(table))
         alone = self.options.batch_invariant
         batches = plan_batches(table.lengths, self.budget, equal=self.exact, alone=alone)

@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
@@ -24,7 +24,6 @@ import torch
 from flodl.errors import FlodlError
 from flodl.garbage_collection import gc_paused
 from flodl.progress import Progress
-from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import COUNTED, HEARD, TRUNCATED, Pending, Work
 from flodl_hf.inference.graph_model import warn_after_fork
 from flodl_hf.inference.inputs import FIRST_PLACE, Encoded
@@ -39,10 +38,7 @@ if TYPE_CHECKING:
 
 SENDING: ContextVar[Callable[[Any, RunOptions, TokenTable, Work, Sequence[Sequence[int]] | None], Pending] | None]
 SENDING = ContextVar("SENDING", default=None)
-"""Runs rows instead of a session: a server combines the rows of several requests."""
-
-STARTS: ContextVar[Callable[[Encoded, Work], Pending] | None] = ContextVar("STARTS", default=None)
-"""Runs rows instead of the model's graph."""
+"""Runs rows instead of a session: a server combines the rows of several requests, a model mixes adapters."""
 
 # Enough texts to sort by length, few enough that the first results arrive soon.
 WINDOW = 1024
@@ -54,6 +50,8 @@ MAX_WINDOW = 4096
 MEAN_CHARS, MOST_CHARS = 128, 4096
 # Tokens whose pass is started before it is known whether the model has changed since the last call.
 MAX_UNCHECKED_TOKENS = 8192
+# Results of which so few are made that garbage collection need not pause.
+FEW_RESULTS = 32
 _AUTOCASTS = ("cpu", "cuda", "mps")
 
 
@@ -87,12 +85,12 @@ class Session:
         self.model = model
         options = model._run_options or RunOptions()
         self.options = options.changed(dict(keywords)) if keywords else options
-        if len(self.options.devices or ()) > 1 and model.weights_on_disk is not None:
-            raise PredictError(
-                f"devices={[str(device) for device in self.options.devices or ()]}: the model's weights are on disk, "
-                "expected one device. Load it with weights='memory' to use several.",
-                devices=self.options.devices,
-            )
+        self._ahead = False
+        self._call: Call | None = None
+        self._progress: Progress | None = None
+        self._known: int | None = None
+        self._began: float | None = None
+        self._done = self._size = self._truncated = self._truncated_pairs = 0
 
     def runner(self) -> Engine | Fleet:
         """Return what runs rows; called for each window, because the model can change between windows."""
@@ -116,10 +114,11 @@ class Session:
             count(int(table.lengths.sum()))
         if (send := SENDING.get()) is not None:
             return send(self.model, self.options, table, work, places)
-        alone = self.options.devices is None and works_by_itself(self.model.device)
-        if alone and int(table.lengths.sum()) <= MAX_UNCHECKED_TOKENS:
-            from flodl_hf.inference.engine import Engine
+        if self.options.devices is not None:
+            return self.runner().start(table, work, places)
+        from flodl_hf.inference.engine import Engine
 
+        if works_by_itself(self.model.device) and int(table.lengths.sum()) <= MAX_UNCHECKED_TOKENS:
             # Start on the graph of the last call, and check during its pass whether the model has changed.
             engine = Engine.of(self.model, self.options, unchecked=True)
             stamp = engine.prepared.stamp
@@ -131,7 +130,7 @@ class Session:
             else:
                 if stamp.holds():
                     return started
-        return self.runner().start(table, work, places)
+        return Engine.of(self.model, self.options).start(table, work, places)
 
     def answer(
         self,
@@ -142,9 +141,15 @@ class Session:
         *,
         single: bool = False,
         rows: int = 1,
-        **how: Any,
+        start_rows: Callable[[Any], Any] | None = None,
+        join: Callable[[list[Any]], Any] | None = None,
+        kind: type[Found[Any]] | None = None,
+        given: Callable[[Any], Any] | None = None,
+        blank: Callable[[Any], bool] | None = None,
+        what: str = "predict",
+        limit: int | None = None,
     ) -> Any:
-        """Return the results of items.
+        """Return the results of items; calls that take longer than a second show their progress.
 
         Args:
             items: the items, or one item with ``single``; an iterator returns an iterator.
@@ -153,234 +158,192 @@ class Session:
             decode: items, encoded rows and pending scores to one result per item; called in order.
             single: whether ``items`` is one item.
             rows: approximate number of rows per item.
-            **how: further fields of `_Loop`: ``start_rows``, ``join``, ``kind``, ``given``, ``blank``, ``what`` and
-                ``limit``.
+            start_rows: starts the forward pass of encoded rows and returns a pending result.
+            join: combines the results of all windows of a sequence; None for a list.
+            kind: type of the results, which contains the text; None for results without text.
+            given: the text that a result contains, for an item.
+            blank: whether an item gets an empty result without a forward pass; needs ``kind``.
+            what: name of the method, in the progress bar and warnings.
+            limit: default truncation length in tokens, used in a warning.
         """
-        loop = _Loop(self, encode, work, decode, **how)
+        self._encode_items, self._work, self._decode_scores, self._start_rows = encode, work, decode, start_rows
+        self._kind, self._given, self._blank, self._what, self._limit = kind, given, blank, what, limit
         if single:
-            result = loop.result(_Window(0, [items], [items]))[0]
-            loop.warn()
+            result = self._result(_Window(0, [items], [items]))[0]
+            self._warn()
             return result
-        if work is not None and len(self.options.devices or ()) > 1:
-            from flodl_hf.inference.workers import call_of
+        options, on_disk = self.options, self.model.weights_on_disk
+        devices = list(options.devices or [self.model.device if on_disk is None else on_disk.device])
+        self._ahead = len(devices) > 1 or works_by_itself(devices[0])
+        most = max(1, (MAX_WINDOW * len(devices) if self._ahead else WINDOW) // rows)
+        first, deep = (max(1, FIRST_WINDOW // rows) if self._ahead else most), 2
+        if work is not None and len(devices) > 1:
+            from flodl_hf.inference import workers
 
-            loop.call = call_of(self.model, self.options, items, encode, work)
-        found = loop.all(items, rows)
-        return found if loop.kind is None or type(found) is not list else Results(found)
-
-
-@dataclass
-class _Loop:
-    """The windows of one call; see `Session.answer`.
-
-    Attributes:
-        start_rows: starts the forward pass of encoded rows and returns a pending result.
-        join: combines the results of all windows of a sequence; None for a list.
-        kind: type of the results, which contains the text; None for results without text.
-        given: the text that a result contains, for an item.
-        blank: whether an item gets an empty result without a forward pass; needs ``kind``.
-        what: name of the method, in the progress bar and warnings.
-        limit: default truncation length in tokens, used in a warning.
-        began: time of the start; None for one item, which shows no progress.
-        call: sends windows to worker processes.
-        ahead: whether windows are tokenized while the device computes.
-    """
-
-    session: Session
-    encode_items: Callable[[list[Any]], Any]
-    work: Any
-    decode_scores: Callable[[list[Any], Any, Any], Any]
-    start_rows: Callable[[Any], Any] | None = None
-    join: Callable[[list[Any]], Any] | None = None
-    kind: type[Found[Any]] | None = None
-    given: Callable[[Any], Any] | None = None
-    blank: Callable[[Any], bool] | None = None
-    what: str = "predict"
-    limit: int | None = None
-    call: Call | None = None
-    ahead: bool = False
-    progress: Progress | None = None
-    known: int | None = None
-    began: float | None = None
-    done: int = 0
-    truncated: int = 0
-    truncated_pairs: int = 0
-
-    def all(self, items: Iterable[Any], rows: int) -> Any:
-        """Return the results of all items; calls that take longer than a second show their progress."""
-        options, on_disk = self.session.options, self.session.model.weights_on_disk
-        devices = list(options.devices or [self.session.model.device if on_disk is None else on_disk.device])
-        self.ahead = len(devices) > 1 or works_by_itself(devices[0])
-        most = max(1, (MAX_WINDOW * len(devices) if self.ahead else WINDOW) // rows)
-        first, deep = (max(1, FIRST_WINDOW // rows) if self.ahead else most), 2
-        if self.call is not None and self.call.ready:
-            deep, texts = self.call.windows
-            most = max(1, texts // rows)
+            self._call = workers.call_of(self.model, options, items, encode, work)
+            if self._call is not None and self._call.workers.ready:
+                deep, most = workers.WINDOWS_AHEAD * len(devices), max(1, workers.WINDOW_TEXTS // rows)
         if options.window is not None:
             first = most = options.window
-        chars = MEAN_CHARS * rows if self.ahead and options.window is None else None
-        self.known, self.began = len(items) if isinstance(items, Sequence) else None, time.monotonic()
-        parts = self.parts(_windows(iter(items), first, most, chars), deep)
-        if self.known is None:
+        chars = MEAN_CHARS * rows if self._ahead and options.window is None else None
+        self._known, self._began = len(items) if isinstance(items, Sequence) else None, time.monotonic()
+        parts = self._parts(_windows(iter(items), first, most, chars), deep)
+        if self._known is None:
             return chain.from_iterable(parts)
-        found = list(parts)
-        return list(chain.from_iterable(found)) if self.join is None else self.join(found)
+        if join is not None:
+            return join(list(parts))
+        found = chain.from_iterable(parts)
+        return list(found) if kind is None else Results(found)
 
-    def parts(self, windows: Iterator[_Window], deep: int) -> Iterator[Any]:
+    def _parts(self, windows: Iterator[_Window], deep: int) -> Iterator[Any]:
         """Yield the results of each window.
 
         Garbage collection pauses while results are made: they are many objects that stay alive, and collections would
         take several times as long as the results.
         """
+        few = self._known is not None and self._known <= FEW_RESULTS
         try:
-            made = self.overlapped(windows, deep) if self.ahead else map(self.result, windows)
+            made = self._overlapped(windows, deep) if self._ahead else map(self._result, windows)
             while True:
-                with gc_paused(settled=True):
+                with nullcontext() if few else gc_paused(settled=True):
                     part = next(made, None)
                 if part is None:
                     break
                 yield part
         finally:
-            if self.progress is not None:
-                self.progress.close()
-        if self.truncated or self.truncated_pairs:
-            self.warn()
+            if self._progress is not None:
+                self._progress.close()
+        if self._truncated or self._truncated_pairs:
+            self._warn()
 
-    def result(self, window: _Window) -> Any:
+    def _result(self, window: _Window) -> Any:
         """Return the results of a window, without overlap."""
-        self.start(self.encode(window))
-        return self.decode(window)
+        self._start(self._encode(window))
+        return self._decode(window)
 
-    def overlapped(self, windows: Iterator[_Window], deep: int) -> Iterator[Any]:
+    def _overlapped(self, windows: Iterator[_Window], deep: int) -> Iterator[Any]:
         first, second = next(windows, None), next(windows, None)
         if first is None or second is None:
             if first is not None:
-                yield self.result(first)
+                yield self._result(first)
             return
         # Two threads: the tokenizer has texts while the interpreter makes arrays of other tokens.
         pool = ThreadPoolExecutor(2, thread_name_prefix="flodl-hf-encode")
-        encoding: deque[Future[_Window]] = deque(pool.submit(self.encode, window) for window in (first, second))
+        encoding: deque[Future[_Window]] = deque(pool.submit(self._encode, window) for window in (first, second))
         running: deque[_Window] = deque()
         try:
-            if self.call is None or not self.call.ready:
+            if self._call is None or not self._call.workers.ready:
                 with torch_defaults():
-                    self.session.runner()  # the first call prepares the graph during the tokenization
+                    self.runner()  # the first call prepares the graph during the tokenization
             while encoding:
                 try:
                     window = encoding.popleft().result()
-                    self.start(window)
+                    self._start(window)
                     running.append(window)
                     if (following := next(windows, None)) is not None:
-                        encoding.append(pool.submit(self.encode, following))
+                        encoding.append(pool.submit(self._encode, following))
                 except Exception:
                     while running:  # results before the error are returned first
-                        yield self.decode(running.popleft())
+                        yield self._decode(running.popleft())
                     raise
                 if len(running) >= deep:
-                    yield self.decode(running.popleft())
+                    yield self._decode(running.popleft())
             while running:
-                yield self.decode(running.popleft())
+                yield self._decode(running.popleft())
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def encode(self, window: _Window) -> _Window:
+    def _encode(self, window: _Window) -> _Window:
         before = FIRST_PLACE.set(window.place)
         try:
             with torch_defaults():
-                if self.blank is not None and self.kind is not None:
-                    blank = list(map(self.blank, window.items))
+                if self._blank is not None and self._kind is not None:
+                    blank = list(map(self._blank, window.items))
                     if any(blank):
                         window.blank = blank
                         window.read = [item for item, empty in zip(window.items, blank, strict=True) if not empty]
-                if window.read and self.call is not None and self.call.ready:
-                    window.encoded = self.call.ask(window.read)
+                if window.read and self._call is not None and self._call.workers.ready:
+                    window.encoded = self._call.ask(window.read)
                 elif window.read:
-                    window.encoded = self.encode_items(window.read)
+                    window.encoded = self._encode_items(window.read)
         except FlodlError:
             if window.blank is not None:
-                self.encode_items(window.items)  # the error names places among all items
+                self._encode_items(window.items)  # the error names places among all items
             raise
         finally:
             FIRST_PLACE.reset(before)
         return window
 
-    def start(self, window: _Window) -> None:
+    def _start(self, window: _Window) -> None:
         if not window.read or isinstance(window.encoded, Future):
             return
-        share = 0.0
-
-        def heard(part: float) -> None:
-            nonlocal share
-            share += part
-            self.report(self.done + min(len(window.items), int(share * len(window.items))))
-
         # Without overlap, progress advances with each batch.
-        before = HEARD.set(None if self.ahead else heard)
+        self._size = len(window.items)
+        before = HEARD.set(None if self._ahead or self._began is None else self._report)
         try:
             with torch_defaults():
-                instead = STARTS.get()
-                if self.start_rows is not None:
-                    window.pending = self.start_rows(window.encoded)
-                elif instead is not None:
-                    window.pending = instead(window.encoded, self.work)
-                else:
-                    window.pending = self.session.start(window.encoded.table, self.work)
+                if self._start_rows is not None:
+                    window.pending = self._start_rows(window.encoded)
+                elif self._work is not None:
+                    window.pending = self.start(window.encoded.table, self._work)
         finally:
             HEARD.reset(before)
 
-    def report(self, done: int) -> None:
-        """Report the items with results; a call that has only one batch shows no progress."""
-        wanted = self.session.options.progress
-        if self.began is None:
-            return
-        if self.progress is None and (wanted or (wanted is None and self.known is not None and done < self.known)):
-            self.progress = Progress(self.what, self.known, unit="texts", show=wanted, started=self.began)
-        if self.progress is not None:
-            self.progress.update(done)
+    def _report(self, share: float) -> None:
+        """Report the items with results: those of earlier windows and a share of one; a single batch shows nothing."""
+        done, wanted = self._done + int(share * self._size), self.options.progress
+        if self._progress is None and (wanted or (wanted is None and self._known is not None and done < self._known)):
+            self._progress = Progress(self._what, self._known, unit="texts", show=wanted, started=self._began)
+        if self._progress is not None:
+            self._progress.update(done)
 
-    def decode(self, window: _Window) -> Any:
+    def _decode(self, window: _Window) -> Any:
         if isinstance(window.encoded, Future):
             window.encoded, arrays = window.encoded.result()
             if (count := COUNTED.get()) is not None:
                 count(int(window.encoded.table.lengths.sum()))
-            window.pending = Pending.arrived(len(window.encoded.table), arrays)
+            window.pending = Pending(len(window.encoded.table))
+            for rows, sizes, values in arrays:
+                window.pending.add(rows, sizes, torch.from_numpy(values), None)
         found: Any = ()
         if window.read:
             with torch_defaults():
-                found = self.decode_scores(window.read, window.encoded, window.pending)
-        if self.kind is not None:
-            plain = self.given is None or set(map(type, window.items)) == {str}
-            texts: Any = window.items if plain or self.given is None else map(self.given, window.items)
+                found = self._decode_scores(window.read, window.encoded, window.pending)
+        if self._kind is not None:
+            plain = self._given is None or set(map(type, window.items)) == {str}
+            texts: Any = window.items if plain or self._given is None else map(self._given, window.items)
             if window.blank is not None:
                 rest = iter(found)
                 found = [() if empty else next(rest) for empty in window.blank]
-            found = list(map(self.kind, found, texts))
-        self.done += len(window.items)
-        self.report(self.done)
+            found = list(map(self._kind, found, texts))
+        self._done += len(window.items)
+        if self._began is not None:
+            self._report(0.0)
         encoded = window.encoded
         if isinstance(encoded, Encoded) and encoded.truncated:
             if (truncated := TRUNCATED.get()) is not None:
                 truncated(encoded.truncated, encoded.dropped)
             elif encoded.uncut:
-                self.truncated_pairs += encoded.truncated
+                self._truncated_pairs += encoded.truncated
             else:
-                self.truncated += encoded.truncated
+                self._truncated += encoded.truncated
         return found
 
-    def warn(self) -> None:
+    def _warn(self) -> None:
         """Warn about texts that were truncated without a request."""
-        if self.truncated and self.limit is not None:
-            warnings.warn(
-                f"{self.what}: truncated {self.truncated:,} of {self.done:,} texts to {self.limit} tokens, as "
-                "sentence-transformers does. long_texts='windows' reads the whole text.",
-                stacklevel=_caller_level(),
+        truncated = []
+        if self._truncated and self._limit is not None:
+            truncated.append(
+                f"{self._truncated:,} of {self._done:,} texts to {self._limit} tokens, as sentence-transformers does. "
+                "long_texts='windows' reads the whole text."
             )
-        if self.truncated_pairs:
-            warnings.warn(
-                f"{self.what}: truncated {self.truncated_pairs:,} of {self.done:,} pairs of two long texts, the longer "
-                "text first, as transformers does. long_texts='error' raises an error instead.",
-                stacklevel=_caller_level(),
+        if self._truncated_pairs:
+            truncated.append(
+                f"{self._truncated_pairs:,} of {self._done:,} pairs of two long texts, the longer text first, as "
+                "transformers does. long_texts='error' raises an error instead."
             )
+        for message in truncated:
+            warnings.warn(f"{self._what}: truncated {message}", stacklevel=_caller_level())
 
 
 def _caller_level() -> int:

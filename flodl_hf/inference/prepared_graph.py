@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +51,7 @@ def prepared(model: GraphModel, precision: Precision | None = None) -> Graph:
     Raises:
         PredictError: the precision is unknown or the device lacks it.
     """
-    return holder(model).get(model.graph, precision).graph
+    return prepared_for(model, precision).graph
 
 
 def forget(model: GraphModel) -> None:
@@ -73,35 +73,28 @@ class Stamp:
     def __init__(self, graph: nn.Module, *, numbers: bool = True) -> None:
         modules = list(graph.modules())
         self._branches = [m._modules for m in modules if m._modules]
-        self._children = self._below()
         self._tables = [table for m in modules for table in (m._parameters, m._buffers) if table]
-        self._held = list(self._now())
-        self.tensors = [tensor for tensor in self._held if tensor is not None]
+        self.tensors = [tensor for table in self._tables for tensor in table.values() if tensor is not None]
         # Tensors made in inference mode count no versions; a write to one of them is not seen.
         self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        self._versions = list(map(_version, self._counted))
-        self._places = list(map(_address, self.tensors))
         self._numbers = [cell for tensor in self.tensors if numbers and (cell := _middle(tensor)) is not None]
-        self._values = list(map(_value, self._numbers))
         self._chosen = [m.__dict__ for m in modules if "implementation" in m.__dict__]
-        self._ways = list(map(_way, self._chosen))
+        self._state = self._now()
 
-    def _now(self) -> Iterator[Tensor | None]:
-        return chain.from_iterable(map(dict.values, self._tables))  # type: ignore[arg-type]
-
-    def _below(self) -> list[tuple[nn.Module | None, ...]]:
-        return list(map(tuple, map(dict.values, self._branches)))  # type: ignore[arg-type]
+    def _now(self) -> list[list[Any]]:
+        return [
+            # Of kept tensors, so that no other tensor has the id of one.
+            list(map(id, chain.from_iterable(map(dict.values, self._tables)))),  # type: ignore[arg-type]
+            list(map(_version, self._counted)),
+            list(map(_address, self.tensors)),
+            list(map(_value, self._numbers)),
+            list(map(tuple, map(dict.values, self._branches))),  # type: ignore[arg-type]
+            list(map(_way, self._chosen)),
+        ]
 
     def holds(self) -> bool:
         """Return whether nothing has changed since; takes microseconds, because every prediction calls it."""
-        return (
-            all(map(is_, chain(self._now(), (None,)), chain(self._held, (None,))))
-            and list(map(_version, self._counted)) == self._versions
-            and list(map(_address, self.tensors)) == self._places
-            and list(map(_value, self._numbers)) == self._values
-            and self._below() == self._children
-            and list(map(_way, self._chosen)) == self._ways
-        )
+        return self._now() == self._state
 
 
 def _middle(tensor: Tensor) -> np.ndarray | None:
@@ -164,56 +157,53 @@ class Prepared:
         return list(map(_address, self._lent)) == self._places
 
 
-class _Holder:
-    """The prepared graphs of one model, thread-safe; never copied nor pickled with it."""
+class _Made:
+    """The prepared graphs of one model; never copied nor pickled with it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._made: dict[tuple[Precision | None, torch.device | None, bool], Prepared] = {}
+        self.lock = threading.Lock()
+        self.graphs: dict[tuple[Precision | None, torch.device | None, bool], Prepared] = {}
 
-    def get(
-        self,
-        graph: Graph,
-        precision: Precision | None,
-        device: torch.device | None = None,
-        *,
-        unchecked: bool = False,
-        on_disk: OnDisk | None = None,
-    ) -> Prepared:
-        """Return the prepared graph for a device; None is where the graph is.
-
-        ``unchecked`` may return a stale one, if it can be run; the caller checks its stamp before results are used.
-        """
-        key = (precision, device, on_disk is not None)
-        found = self._made.get(key)
-        if unchecked and found is not None and found.sound():
-            return found
-        if found is not None and found.stamp.holds():
-            return found
-        with self._lock:
-            found = self._made.get(key)
-            if found is not None and found.stamp.holds():
-                return found
-            # Stale or long unused entries are evicted first: memory may be too small for more copies.
-            recent = [precision, *dict.fromkeys(other for other, *_ in reversed(self._made) if other != precision)][
-                :_KEPT
-            ]
-            self._made = {k: made for k, made in self._made.items() if k[0] in recent and made.stamp.holds()}
-            home = next(graph.parameters()).device
-            self._made[key] = made = Prepared(graph, precision, device or home, on_disk)
-            return made
-
-    def __deepcopy__(self, memo: Any) -> _Holder:
-        return _Holder()
+    def __deepcopy__(self, memo: Any) -> _Made:
+        return _Made()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Holder, ()
+        return _Made, ()
 
 
-def holder(model: GraphModel) -> _Holder:
-    """Return the place where a model keeps its prepared graphs."""
-    found = model.__dict__.get(_PLACE)
-    return found if found is not None else model.__dict__.setdefault(_PLACE, _Holder())
+def prepared_for(
+    model: GraphModel,
+    precision: Precision | None,
+    device: torch.device | None = None,
+    *,
+    unchecked: bool = False,
+    on_disk: OnDisk | None = None,
+) -> Prepared:
+    """Return the prepared graph of a model for a device; safe to call from several threads.
+
+    Args:
+        model: the model.
+        precision: see `Precision`.
+        device: None is where the graph is.
+        unchecked: it may be stale, if it can be run; the caller checks its stamp before results are used.
+        on_disk: what shows the weights, where they stay on disk.
+    """
+    made: _Made = model.__dict__.get(_PLACE) or model.__dict__.setdefault(_PLACE, _Made())
+    key = (precision, device, on_disk is not None)
+    found = made.graphs.get(key)
+    if found is not None and ((unchecked and found.sound()) or found.stamp.holds()):
+        return found
+    with made.lock:
+        found = made.graphs.get(key)
+        if found is not None and found.stamp.holds():
+            return found
+        # Stale or long unused entries are evicted first: memory may be too small for more copies.
+        others = dict.fromkeys(other for other, *_ in reversed(made.graphs) if other != precision)
+        recent = [precision, *others][:_KEPT]
+        made.graphs = {k: one for k, one in made.graphs.items() if k[0] in recent and one.stamp.holds()}
+        home = next(model.graph.parameters()).device
+        made.graphs[key] = found = Prepared(model.graph, precision, device or home, on_disk)
+        return found
 
 
 def _trusts_buckets(graph: Graph, like: Tensor | None = None) -> bool:

@@ -48,7 +48,7 @@ class Vectors:
         out: np.ndarray | None = None
         # Windows of texts that have several, to be averaged before anything else.
         several: list[tuple[np.ndarray, np.ndarray]] = []
-        for rows, values in pending.parts():
+        for rows, _, values in pending.parts():
             width = values.shape[1] - self._normalize
             if out is None:
                 out = self._room(len(texts), width)

@@ -95,7 +95,7 @@ class Worker:
             try:
                 if isinstance(found, tuple):
                     encoded, work, pending = found
-                    found = (slim(encoded) if work.per_text else encoded, pending.arrays())
+                    found = (slim(encoded) if work.per_text else encoded, list(pending.parts()))
                 arrays = pack_object(found, plain=True)
             except BaseException as fault:
                 arrays = pack_object(self._picklable(fault), plain=True)

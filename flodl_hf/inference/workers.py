@@ -189,16 +189,6 @@ class Call:
     number: int | None = None
     lock: Lock = field(default_factory=Lock)
 
-    @property
-    def ready(self) -> bool:
-        """Whether windows are sent to workers."""
-        return self.workers.ready
-
-    @property
-    def windows(self) -> tuple[int, int]:
-        """Number of windows that are sent ahead, and their number of texts."""
-        return WINDOWS_AHEAD * len(self.workers.devices), WINDOW_TEXTS
-
     def ask(self, texts: list[Any]) -> Future[Any]:
         """Send a window."""
         with self.lock:

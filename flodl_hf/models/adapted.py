@@ -280,9 +280,12 @@ class Adapted(GraphModel):
             PredictError: the number of names differs, the task has no labels, or the adapters' labels differ.
             ConfigError: there is no adapter of such a name.
         """
+
+        from functools import partial
+
         import numpy as np
 
-        from flodl_hf.inference.pipeline import STARTS
+        from flodl_hf.inference.pipeline import SENDING
         from flodl_hf.models.adapters.mixed import Mixed
 
         texts, given = list(texts), list(adapters)
@@ -304,11 +307,11 @@ class Adapted(GraphModel):
                 for at in range(0, len(texts), WINDOW):
                     chunk = texts[at : at + WINDOW]
                     numbers = np.array([names.index(name) for name in given[at : at + len(chunk)]], np.int64)
-                    token = STARTS.set(lambda encoded, work, numbers=numbers: mixed.start(encoded, work, numbers))
+                    token = SENDING.set(partial(mixed.start, numbers))
                     try:
                         answers += self.predict(chunk, window=WINDOW, **options)  # type: ignore[attr-defined]
                     finally:
-                        STARTS.reset(token)
+                        SENDING.reset(token)
             finally:
                 self.config, self._untouched = config, untouched
         return answers

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flodl_hf.inference.batch import Work, check_rows
+from flodl_hf.inference.batch import Work, without_tokens
 from flodl_hf.inference.engine import Engine, Pending
 from flodl_hf.inference.options import RunOptions
 from flodl_hf.inference.token_table import TokenTable
@@ -159,7 +159,8 @@ class Batcher:
             work: the computation.
             places: see `Engine.start`.
         """
-        check_rows(table)
+        if not table.lengths.all():
+            raise without_tokens(table)
         if request.timeline is not None:
             request.timeline.sent()
         pending = AwaitedResults(len(table), request)
@@ -379,14 +380,14 @@ def _distribute(taken: list[_BatchRows], results: Pending) -> None:
     """Assign results to their calls."""
     if len(taken) == 1:
         (part,) = taken
-        for rows, sizes, values in results.arrays():
+        for rows, sizes, values in results.parts():
             part.sent.pending.add(rows + part.first, sizes, torch.from_numpy(values), None)
         _delivered(part)
         return
     counts = [part.last - part.first for part in taken]
     owner = np.repeat(np.arange(len(taken)), counts)
     offset = np.concatenate([np.arange(part.first, part.last) for part in taken])
-    for rows, sizes, values in results.arrays():
+    for rows, sizes, values in results.parts():
         # Results are sorted by call in one step.
         order = np.argsort(owner[rows], kind="stable")
         starts = (np.cumsum(sizes) - sizes)[order]

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from flodl.graph import Graph
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.batch import Pending, Work, batch_of, check_rows, plan_batches, usual_budget
+from flodl_hf.inference.batch import Pending, Work, batch_of, plan_batches, usual_budget, without_tokens
 from flodl_hf.inference.graph_model import GraphModel
-from flodl_hf.inference.inputs import Encoded
 from flodl_hf.inference.prepared_graph import shadow
+from flodl_hf.inference.token_table import TokenTable
 from flodl_hf.models.adapters.fresh import Adapter
 from flodl_hf.models.adapters.settings import IA3, Lora, Prefix, Prompt
 from flodl_hf.nn.adapter_layers import LoraPart
@@ -106,18 +106,24 @@ class Mixed:
                 linear.weight = nn.Parameter(part.to(home.device).merged(linear.weight), requires_grad=False)
         return body
 
-    def start(self, encoded: Encoded, work: Work, numbers: np.ndarray) -> Pending:
+    def start(
+        self, numbers: np.ndarray, model: Any, options: Any, table: TokenTable, work: Work, places: Any
+    ) -> Pending:
         """Return the results of rows.
 
         Args:
-            encoded: rows of tokens, and which text each belongs to.
-            work: the requested output: the head's scores.
             numbers: of each text's adapter.
+            model: the model of the call; see `flodl_hf.inference.pipeline.SENDING`.
+            options: of the call, which select nothing here.
+            table: the rows, and which text each belongs to.
+            work: the requested output: the head's scores.
+            places: None, because all scores are computed.
         """
-        table, device = encoded.table, self._model.device
-        check_rows(table)
+        device = self._model.device
+        if not table.lengths.all():
+            raise without_tokens(table)
         pending = Pending(len(table))
-        owners = np.asarray(encoded.table.owners)
+        owners = np.asarray(table.owners)
         with torch.inference_mode():
             for rows in plan_batches(table.lengths, usual_budget(device.type)):
                 batch = batch_of(table, rows, work, None, types=self._model._reads_types)

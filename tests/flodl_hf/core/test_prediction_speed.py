@@ -28,7 +28,7 @@ from flodl_hf.inference.cuda_graphs import Recorder
 from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.inputs import encode
 from flodl_hf.inference.pipeline import Session
-from flodl_hf.inference.prepared_graph import _trusts_buckets, holder, prepared, shadow
+from flodl_hf.inference.prepared_graph import _PLACE, _trusts_buckets, prepared, prepared_for, shadow
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.attention import attend
 from flodl_hf.nn.backends import self_tests
@@ -58,7 +58,7 @@ def engine_of(model: EncoderModel, *, bucketed: bool = False, **options: Any) ->
     run = RunOptions().changed(options)
     made = Engine.of(model, run)
     # Blocks prepared for a processor count on lengths, which a bucket has slots beside; plain ones do not.
-    source = holder(model).get(model.graph, "exact") if bucketed else made.prepared
+    source = prepared_for(model, "exact") if bucketed else made.prepared
     return Engine(source, run, types=made.types, longest=made.longest, bucketed=bucketed)
 
 
@@ -157,8 +157,8 @@ def test_a_shadow_shares_every_tensor_and_leaves_the_model_alone(make: Make) -> 
     assert list(model.state_dict()) == names
     assert model.training
     assert all(module.training for module in model.modules())
-    assert vars(pickle.loads(pickle.dumps(holder(model))))["_made"] == {}
-    assert holder(copy.deepcopy(model)) is not holder(model)
+    made = vars(model)[_PLACE]
+    assert pickle.loads(pickle.dumps(made)).graphs == copy.deepcopy(made).graphs == {}
 
 
 def changes() -> dict[str, Callable[[EncoderModel], None]]:
@@ -538,7 +538,7 @@ def test_a_fault_of_a_stale_graph_is_not_told_and_any_other_is(make: Make, monke
     model: Any = make("bert", "sequence_classification")
     monkeypatch.setattr("flodl_hf.inference.pipeline.works_by_itself", lambda device: True)
     first = model.predict("a good cat")
-    stale = holder(model)._made[(None, None, False)]
+    stale = vars(model)[_PLACE].graphs[(None, None, False)]
     plain = Engine.start
 
     def start(self: Engine, *args: Any) -> Any:

@@ -132,9 +132,9 @@ def test_texts_of_all_lengths_meet_few_kernels(head: str, precision: str, monkey
     rows = seen_rows(monkeypatch)
     work: Work = Pooled(("mean",)) if head == "base" else Scores(model._per_text)
     for length in (*range(1, 65), *range(65, 513, 7), 512):
-        engine.start(table_of((length,)), work).wait()
+        list(engine.start(table_of((length,)), work).parts())
     for texts in range(1, 257, 15):
-        engine.start(table_of((2,) * texts), work).wait()
+        list(engine.start(table_of((2,) * texts), work).parts())
     assert {512, 1} <= rows
     assert len(rows) <= 80
     assert rows <= {rounded(n) for n in range(1, 513)}

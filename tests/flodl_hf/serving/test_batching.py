@@ -104,7 +104,7 @@ def test_rows_of_several_calls_share_batches_of_bounded_size(engine: Engine) -> 
     others = [send(batcher, rows(10, first=100 + i)) for i in range(7)]
     engine.may.set()
     for pending in (first, *others):
-        pending.wait()
+        list(pending.parts())
     assert [len(batch) for batch in engine.batches] == [1, 4, 3]
 
 
@@ -115,10 +115,10 @@ def test_a_short_request_does_not_wait_for_all_of_a_long_one(engine: Engine) -> 
     assert engine.begun.acquire(timeout=60)
     short = send(batcher, rows(8, first=500))
     engine.may.set()
-    short.wait()
+    list(short.parts())
     ran = next(i for i, batch in enumerate(engine.batches) if 500 in batch)
     assert ran <= 2
-    long.wait()
+    list(long.parts())
     assert sum(map(len, engine.batches)) == 101
 
 
@@ -128,9 +128,9 @@ def test_a_key_with_many_requests_takes_nothing_from_another(engine: Engine) -> 
     greedy = [send(batcher, rows(10, 10, first=1 + 2 * i), WorkerRequest("greedy")) for i in range(30)]
     modest = send(batcher, rows(*[10] * 5, first=900), WorkerRequest("modest"))
     engine.may.set()
-    modest.wait()
+    list(modest.parts())
     for pending in greedy:
-        pending.wait()
+        list(pending.parts())
     order = [batch[0] for batch in engine.batches]
     last = max(i for i, number in enumerate(order) if number >= 900)
     # In turns: not after the sixty rows that were there before.
@@ -146,12 +146,12 @@ def test_what_is_given_up_leaves_the_queue(engine: Engine) -> None:
     gone, slow = send(batcher, rows(10, first=300), request), send(batcher, rows(10, first=400), late)
     request.give_up()
     with pytest.raises(GivenUpError):
-        gone.wait()
+        list(gone.parts())
     with pytest.raises(DeadlineError):
-        slow.wait()
+        list(slow.parts())
     engine.may.set()
-    running.wait()
-    send(batcher, rows(10, first=5)).wait()
+    list(running.parts())
+    list(send(batcher, rows(10, first=5)).parts())
     assert [number for batch in engine.batches for number in batch] == [1, 5]
     assert batcher.queued_tokens == 0
 
@@ -228,10 +228,10 @@ def test_a_fault_is_its_own_request_s_alone(engine: Engine) -> None:
     assert engine.begun.acquire(timeout=60)
     good, bad = send(batcher, rows(4, first=7)), send(batcher, rows(4, first=BAD))
     engine.may.set()
-    first.wait()
+    list(first.parts())
     assert good.stacked().tolist() == [28.0]
     with pytest.raises(PredictError, match="a bad row"):
-        bad.wait()
+        list(bad.parts())
     assert send(batcher, rows(2, first=3)).stacked().tolist() == [6.0]
 
 
@@ -246,7 +246,7 @@ def test_priorities_order_the_requests_of_a_key(engine: Engine) -> None:
     other = send(batcher, rows(10, first=600), WorkerRequest("other", priority=-1))
     engine.may.set()
     for pending in (running, low, *normal, *high, other):
-        pending.wait()
+        list(pending.parts())
     order = [batch[0] for batch in engine.batches]
     # Another key has its turn whatever its priority.
     assert order.index(600) <= 2
@@ -264,7 +264,7 @@ def test_low_priority_does_not_wait_for_ever(engine: Engine, monkeypatch: pytest
     all_of_them += [send(batcher, rows(10, first=400 + i)) for i in range(8)]
     engine.may.set()
     for pending in (running, *all_of_them):
-        pending.wait()
+        list(pending.parts())
     assert [batch[0] for batch in engine.batches] == [1, 400, 401, 402, 300, 403, 404, 405, 406, 407]
 
 
@@ -276,16 +276,16 @@ def test_what_comes_alone_is_run_by_who_brings_it(engine: Engine) -> None:
         assert send(batcher, rows(2, first=first)).stacked().tolist() == [2.0 * first]
         assert engine.threads[-1] == here
     with pytest.raises(PredictError, match="a bad row"):
-        send(batcher, rows(4, first=BAD)).wait()
+        list(send(batcher, rows(4, first=BAD)).parts())
     assert [tokens for _, tokens, _ in batcher.drained()] == [2, 2]
     # More than runs at once, and what comes while another runs, are batches as ever.
-    send(batcher, rows(41)).wait()
+    list(send(batcher, rows(41)).parts())
     assert engine.threads[-1] != here
     # The answer is there a moment before its thread waits again.
     while batcher._starting or batcher._waiting:
         time.sleep(0.001)
     engine.may.clear()
-    other = threading.Thread(target=lambda: send(batcher, rows(8, first=50)).wait())
+    other = threading.Thread(target=lambda: list(send(batcher, rows(8, first=50)).parts()))
     other.start()
     while len(engine.threads) < 5:
         time.sleep(0.001)
@@ -305,7 +305,7 @@ def test_two_threads_of_each_link_may_run_what_they_bring(engine: Engine, links:
     def bring() -> int:
         while batcher._starting or batcher._waiting:
             time.sleep(0.001)
-        send(batcher, rows(2, first=3)).wait()
+        list(send(batcher, rows(2, first=3)).parts())
         own.append(engine.threads[-1] == threading.get_ident())
         return threading.get_ident()
 
