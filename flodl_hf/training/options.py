@@ -54,8 +54,8 @@ class DataOptions(TypedDict, total=False):
     stride: Annotated[int | None, Option(None, "Tokens shared by neighbouring windows of a long text (seqcls 0, tokcls "
         "64, qa 128).", least=0)]
     long_texts: Annotated[str, Option("truncate", "seqcls: truncate texts that are longer than a row, read them in "
-        "windows, each trained with the label and evaluated by their mean, or raise an error; cut is truncate.",
-        among=("windows", "truncate", "error", "cut"))]
+        "windows, each trained with the label and evaluated by their mean, or raise an error.",
+        among=("windows", "truncate", "error"))]
     batch_size: Annotated[int | None, Option(None, "Rows in a batch, over all devices together; by default 32, or 16, "
         "8 or 4 if a run for classification or question answering would have too few steps.", least=1)]
     layout: Annotated[str, Option("auto", "padded, or packed (concatenated rows without padding); auto packs on CUDA "

@@ -76,21 +76,16 @@ CHANGES_NO_NUMBER = frozenset((
 ))  # fmt: skip
 """Options that determine length, checkpoints and reports of a run, or change numbers by rounding only."""
 
-REMOVED = {"adaptive_layers": False, "eval_delay": 0}
-"""Options of earlier versions that checkpoints contain, with the value that corresponds to the current behaviour."""
-
 
 def fingerprint_of(job: Job) -> dict[str, Any]:
     """Return the values that define the numbers of a planned run, without the values of the trainer; JSON values."""
     passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric", "lora", "adapter"}
     asked = {name: _json(value) for name, value in job.options.to_dict().items() if name not in passed}
-    asked["long_texts"] = {"truncate": "cut"}.get(job.options.long_texts, job.options.long_texts)  # as older runs
     judged = {
         f"eval rows{name and f' of {name}'}": _digest(one.prepared.rows, _answers(job.task, job.tables.evals[name]))
         for name, one in (job.evaluation.sets.items() if job.evaluation is not None else ())
     }
     return {
-        **REMOVED,
         **asked,
         "adapter": _json(adapter_mapping(job.options.adapter)),
         "loss": _json(job.own.loss),

@@ -21,18 +21,6 @@ Found = dict[str, Any]
 """Our options, as a word or several make them."""
 
 
-def _renamed(name: str) -> Callable[[Any, Mapping[str, Any]], Found]:
-    return lambda value, options: {} if value is None else {name: value}
-
-
-def _flag(result: Found) -> Callable[[Any, Mapping[str, Any]], Found]:
-    return lambda value, options: result if value else {}
-
-
-def _trackers(value: Any, options: Mapping[str, Any]) -> Found:
-    return {"trackers": () if value in ("none", None) else value}
-
-
 def _epochs(value: Any, options: Mapping[str, Any]) -> Found:
     if isinstance(value, (int, float)) and value != int(value):
         raise Refusal("epochs are whole here; give epochs=, and max_steps= to stop within one")
@@ -160,59 +148,59 @@ def _labels(value: Any, options: Mapping[str, Any]) -> Found:
 
 
 class TrainerWords(TypedDict, total=False):
-    """Names of transformers that ``finetune`` accepts, each with the function that converts its value."""
+    """Names of transformers that ``finetune`` accepts, each with its conversion (see `TAKEN`)."""
 
-    adam_beta1: Annotated[float, _renamed("beta1")]
-    adam_beta2: Annotated[float, _renamed("beta2")]
-    adam_epsilon: Annotated[float, _renamed("eps")]
-    auto_find_batch_size: Annotated[bool, _flag({"micro_batch_size": "auto"})]
-    bf16: Annotated[bool, _flag({"precision": "bf16"})]
+    adam_beta1: Annotated[float, "beta1"]
+    adam_beta2: Annotated[float, "beta2"]
+    adam_epsilon: Annotated[float, "eps"]
+    auto_find_batch_size: Annotated[bool, {"micro_batch_size": "auto"}]
+    bf16: Annotated[bool, {"precision": "bf16"}]
     data_seed: Annotated[int | None, _data_seed]
     disable_tqdm: Annotated[bool, lambda value, options: {}]
-    doc_stride: Annotated[int, _renamed("stride")]
-    early_stopping_patience: Annotated[int, _renamed("early_stopping")]
-    eval_steps: Annotated[int | None, _renamed("eval_every")]
+    doc_stride: Annotated[int, "stride"]
+    early_stopping_patience: Annotated[int, "early_stopping"]
+    eval_steps: Annotated[int | None, "eval_every"]
     eval_strategy: Annotated[Any, _strategy("eval_every", "eval_steps")]
     evaluation_strategy: Annotated[Any, _strategy("eval_every", "eval_steps")]
-    fp16: Annotated[bool, _flag({"precision": "fp16"})]
-    full_determinism: Annotated[bool, _flag({"deterministic": True})]
-    gradient_accumulation_steps: Annotated[int, _renamed("accumulate")]
+    fp16: Annotated[bool, {"precision": "fp16"}]
+    full_determinism: Annotated[bool, {"deterministic": True}]
+    gradient_accumulation_steps: Annotated[int, "accumulate"]
     greater_is_better: Annotated[bool | None, _greater]
     id2label: Annotated[Mapping[int, str], _labels]
-    label_smoothing_factor: Annotated[float, _renamed("label_smoothing")]
-    learning_rate: Annotated[float, _renamed("lr")]
+    label_smoothing_factor: Annotated[float, "label_smoothing"]
+    learning_rate: Annotated[float, "lr"]
     line_by_line: Annotated[bool, lambda value, options: {"concatenate": not value}]
-    load_best_model_at_end: Annotated[bool, _renamed("keep_best")]
-    logging_dir: Annotated[str | None, _renamed("log_dir")]
+    load_best_model_at_end: Annotated[bool, "keep_best"]
+    logging_dir: Annotated[str | None, "log_dir"]
     lr_scheduler_kwargs: Annotated[Mapping[str, Any] | None, _curve]
     lr_scheduler_type: Annotated[Any, _schedule]
-    max_seq_length: Annotated[int | None, _renamed("max_length")]
+    max_seq_length: Annotated[int | None, "max_length"]
     metric_for_best_model: Annotated[str | None, _metric]
-    mlm_probability: Annotated[float, _renamed("mask_probability")]
-    neftune_noise_alpha: Annotated[float | None, _renamed("neftune")]
-    no_cuda: Annotated[bool, _flag({"devices": "cpu"})]
+    mlm_probability: Annotated[float, "mask_probability"]
+    neftune_noise_alpha: Annotated[float | None, "neftune"]
+    no_cuda: Annotated[bool, {"devices": "cpu"}]
     num_train_epochs: Annotated[float, _epochs]
     optim: Annotated[Any, _optimizer]
-    per_device_eval_batch_size: Annotated[int, _renamed("eval_batch_size")]
+    per_device_eval_batch_size: Annotated[int, "eval_batch_size"]
     per_device_train_batch_size: Annotated[int, _batch_size]
-    report_to: Annotated[Any, _trackers]
+    report_to: Annotated[Any, lambda value, options: {"trackers": () if value in ("none", None) else value}]
     resume_from_checkpoint: Annotated[bool | None, _resume]
-    save_steps: Annotated[int, _renamed("save_every")]
+    save_steps: Annotated[int, "save_every"]
     save_strategy: Annotated[Any, _strategy("save_every", "save_steps")]
-    save_total_limit: Annotated[int | None, _renamed("keep_last")]
-    tf32: Annotated[bool | None, _flag({"precision": "tf32"})]
-    torch_compile: Annotated[bool, _renamed("compile")]
+    save_total_limit: Annotated[int | None, "keep_last"]
+    tf32: Annotated[bool | None, {"precision": "tf32"}]
+    torch_compile: Annotated[bool, "compile"]
     train_sampling_strategy: Annotated[Any, _order]
-    use_cpu: Annotated[bool, _flag({"devices": "cpu"})]
+    use_cpu: Annotated[bool, {"devices": "cpu"}]
     warmup_ratio: Annotated[float, _warmup_ratio]
     warmup_steps: Annotated[float, lambda value, options: {"warmup": value} if value else {}]
     device: Annotated[Any, _device]
 
 
-TAKEN: dict[str, Callable[[Any, Mapping[str, Any]], Found]] = {
+TAKEN: dict[str, Any] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(TrainerWords, include_extras=True).items()
 }
-"""Accepted names with the functions that return our options for a value and all given options."""
+"""Accepted names with our option, the options that a true value sets, or a function of the value and all options."""
 
 INERT = frozenset({
     "average_tokens_across_devices", "dataloader_in_order", "dataloader_multiprocessing_context",
@@ -238,6 +226,7 @@ REFUSED = {
     "device_map": "a model is not split among devices; use devices= for the number of devices",
     **dict.fromkeys(("dtype", "torch_dtype"), "trained weights are float32; use precision= for the computation"),
     "eval_dataset": "use eval=",
+    "eval_delay": "set eval_every= to a larger number of steps",
     "eval_on_start": "call flodl_hf.evaluate with the model before the run",
     "fp16_full_eval": "evaluation is in float32 under fp16",
     "fsdp": "use shard='fsdp', which splits weights, gradients and the optimiser's state among ranks",
@@ -256,24 +245,6 @@ REFUSED = {
 }
 """Names with another meaning here, and the replacement."""
 
-REMOVED: dict[str, tuple[Any, str]] = {
-    "adaptive_layers": (False, "pass loss=AdaptiveLayerLoss(...) of flodl_hf.training.losses"),
-    "backend": (None, "gradients are averaged by the backend of the device"),
-    "allow_change": ((), "pass the names as resume=[...]"),
-    "capture": (True, "steps on CUDA are captured where possible; flodl.train.Trainer has this setting"),
-    "discriminator_weight": (None, "the weight is 50, as in ELECTRA"),
-    "ema_warmup": (True, "the moving average always warms up; flodl.train.Trainer has this setting"),
-    "eval_delay": (0, "set eval_every to a larger number of steps"),
-    "eval_start": (False, "call flodl_hf.evaluate with the model before the run"),
-    "fused": (True, "fused kernels are used where they apply; compile=True trains without them"),
-    "log_every": (20, "metrics are read from a device every 20 steps; flodl.train.Trainer has this setting"),
-    "mask_padding": (None, "compat='transformers' includes padding in the loss of answers"),
-    "rules": ((), "pass callbacks=[Rules(...)] of flodl_hf.training.observation"),
-    "trend_every": (None, "pass callbacks=[Rules(..., trend_every=...)] of flodl_hf.training.observation"),
-    "watch": ((), "pass callbacks=[Watch(...)] of flodl_hf.training.observation"),
-}
-"""Removed options: the former default, which recipes of earlier runs contain, and the replacement."""
-
 
 def translated(options: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return options with our names, and the problems of transformers' names.
@@ -285,34 +256,22 @@ def translated(options: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[di
     origin: dict[str, str] = {}
     problems: list[str] = []
     for name, value in options.items():
+        if name in INERT:
+            continue
         if name == "batch_size" and value == "auto":
             problems.append(
                 "batch_size: found 'auto', expected a number; micro_batch_size='auto' uses as many rows as fit"
             )
             continue
-        if name in REMOVED:
-            default, replacement = REMOVED[name]
-            # Earlier versions wrote fused: false into the recipes of denoising runs.
-            recorded = name == "fused" and str(options.get("vector_loss")).startswith("Denoising")
-            if not recorded and value not in (None, default, list(default) if isinstance(default, tuple) else default):
-                problems.append(f"{name}: this option was removed; {replacement}")
+        if name in REFUSED:
+            if value is not None and not (isinstance(value, (bool, str, list, tuple)) and not value):
+                problems.append(f"{name}: not supported; {REFUSED[name]}")
             continue
-        if name in known:
-            found = _ours(name, value)
-        elif name in INERT:
+        try:
+            found = _ours(name, value, options) if name in known or name in TAKEN else {name: value}
+        except Refusal as fault:
+            problems.append(f"{name}: found {getattr(value, 'value', value)!r}; {fault}")
             continue
-        elif name in TAKEN:
-            try:
-                found = TAKEN[name](value, options)
-            except Refusal as fault:
-                problems.append(f"{name}: found {getattr(value, 'value', value)!r}; {fault}")
-                continue
-        else:
-            if name in REFUSED:
-                if value is not None and not (isinstance(value, (bool, str, list, tuple)) and not value):
-                    problems.append(f"{name}: not supported; {REFUSED[name]}")
-                continue
-            found = {name: value}
         for ours, part in found.items():
             if ours in values and (values[ours] != part or origin[ours] == name):
                 problems.append(f"{name} and {origin[ours]} are both {ours}, with two values; give one")
@@ -320,20 +279,19 @@ def translated(options: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[di
     return values, problems
 
 
-SPELLINGS = {
-    "precision": PRECISION_SPELLINGS,
-    "long_texts": {"cut": "truncate"},
-}
-"""Further spellings of values."""
-
-
-def _ours(name: str, value: Any) -> Found:
-    """Return an option that exists in both libraries, with transformers' values converted."""
-    if name == "max_steps" and value == -1:
-        return {name: None}
-    if name == "gradient_checkpointing" and value is None:
-        return {}
-    if name in SPELLINGS:
-        value = getattr(value, "value", str(value).removeprefix("torch."))
-        return {name: SPELLINGS[name].get(value, value)}
-    return {name: value}
+def _ours(name: str, value: Any, options: Mapping[str, Any]) -> Found:
+    """Return our options for the value of a name that we or transformers have."""
+    if name not in TAKEN:
+        if name == "precision":
+            word = getattr(value, "value", str(value).removeprefix("torch."))
+            value = PRECISION_SPELLINGS.get(word, word)
+        elif name == "max_steps" and value == -1:
+            value = None
+        return {} if name == "gradient_checkpointing" and value is None else {name: value}
+    conversion = TAKEN[name]
+    if isinstance(conversion, str):
+        return {} if value is None else {conversion: value}
+    if isinstance(conversion, dict):
+        return conversion if value else {}
+    found: Found = conversion(value, options)
+    return found

@@ -14,8 +14,7 @@ from flodl.errors import ConfigError
 from flodl.train import Decided, Observed, RunDone, trackers
 from flodl_hf import finetune
 from flodl_hf.training.observation import Rules, Watch
-from flodl_hf.training.options import TRACKERS, make_options
-from flodl_hf.training.training_arguments import REMOVED
+from flodl_hf.training.options import TRACKERS
 
 torch.set_num_threads(1)
 QUICK: dict[str, Any] = {"epochs": 3, "batch_size": 8, "lr": 1e-3, "progress": False}
@@ -102,25 +101,6 @@ def test_an_invalid_callback_raises_before_training(base: Path, callback: Any, h
     with pytest.raises(ConfigError) as caught:
         told(base, labelled(16), eval=held_out, callbacks=[callback])
     assert any(part in problem for problem in caught.value.problems)
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_option_names_its_replacement_and_its_former_default_is_ignored(name: str) -> None:
-    default, replacement = REMOVED[name]
-    assert make_options({name: default}) == make_options({})
-    with pytest.raises(ConfigError) as caught:
-        make_options({name: "other"})
-    assert caught.value.problems == [f"{name}: this option was removed; {replacement}"]
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_flag_names_its_replacement(name: str) -> None:
-    runner = pytest.importorskip("typer.testing").CliRunner()
-    from flodl_hf.cli.app import app
-
-    result = runner.invoke(app, ["finetune", "model", "train.csv", f"--{name.replace('_', '-')}", "1"])
-    assert result.exit_code == 2
-    assert "".join(REMOVED[name][1].split())[:20] in "".join(result.output.split()).replace("│", "")
 
 
 def test_a_run_that_goes_on_decides_and_writes_as_one_left_alone(base: Path, tmp_path: Path) -> None:

@@ -60,8 +60,6 @@ def test_the_command_sets_every_option_by_its_name() -> None:
     ("word", "instead"),
     [
         ("--beta1", "--set beta1="),
-        ("--no-fused", "compile"),
-        ("--watch", "callbacks="),
     ],
 )
 def test_an_option_without_a_flag_names_its_replacement(word: str, instead: str) -> None:
@@ -85,7 +83,6 @@ def test_recipes_describe_the_adapter() -> None:
         options = make_options(values)
         assert options.adapter == adapter
         assert make_options({k: v for k, v in options.to_dict().items() if v is not None}) == options
-    assert make_options({"vector_loss": "DenoisingAutoEncoderLoss", "fused": False}).vector_loss
     with pytest.raises(ConfigError, match="expected only one adapter"):
         make_options({"lora": 4, "adapter": IA3()})
 
@@ -101,7 +98,6 @@ def test_recipes_describe_the_adapter() -> None:
         ("max_steps", None, None),
         ("columns", {"text": "headline"}, {"text": "headline"}),
         ("precision", "bfloat16", "bf16"),
-        ("long_texts", "cut", "truncate"),
     ],
 )
 def test_values_are_brought_to_their_type(name: str, value: Any, kept: Any) -> None:

@@ -13,7 +13,7 @@ from finetune_tables import labelled
 from flodl.errors import ConfigError
 from flodl_hf.training import finetune
 from flodl_hf.training.options import Options, make_options
-from flodl_hf.training.training_arguments import INERT, REFUSED, REMOVED, TAKEN, TrainerWords
+from flodl_hf.training.training_arguments import INERT, REFUSED, TAKEN, TrainerWords
 
 NAMES = {f.name for f in fields(Options)}
 
@@ -141,7 +141,7 @@ def test_tables_do_not_overlap_and_the_types_name_what_is_taken() -> None:
 def test_every_word_of_training_arguments_is_known() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = {f.name for f in fields(transformers.TrainingArguments)}
-    known = set(TAKEN) | INERT | set(REFUSED) | set(REMOVED) | NAMES
+    known = set(TAKEN) | INERT | set(REFUSED) | NAMES
     assert theirs <= known | UNKNOWN, sorted(theirs - known - UNKNOWN)
     assert not UNKNOWN & known
 

@@ -30,7 +30,6 @@ SAID_TO_PROGRAMS = {
     **dict.fromkeys(("size", "query_length", "document_length", "expanded", "attended", "punctuation"), "the same"),
     **dict.fromkeys(("text", "kind", "format"), "a bit of a map; taken out of what others say"),
     **dict.fromkeys(("allow_change",), "of the Trainer, replaced by resume="),
-    **dict.fromkeys(("callbacks", "trend_every"), "replacements of removed options, which are Python"),
 }
 """Words before ``=`` in this room that are no options, and why they may stay."""
 
