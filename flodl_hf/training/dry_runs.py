@@ -119,7 +119,7 @@ def _plan_trial(stack: ExitStack, caller: str, model: Any, arguments: Mapping[st
     stack.enter_context(settings_of_torch())
     if not job.named and job.options.adapter is not None:
         stack.callback(job.model.remove_adapter)
-    stack.callback(job.conclude, job.model)  # another run may attach another module to the model
+    stack.callback(job.task.conclude, job.model)  # another run may attach another module to the model
     return job
 
 

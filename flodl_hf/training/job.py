@@ -7,6 +7,7 @@ errors are raised before the expensive part.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +34,6 @@ from flodl_hf.training.option_checks import ONE_ROW, Problems, task_faults, thre
 from flodl_hf.training.options import Options, read_options
 from flodl_hf.training.ranking import note_undefined_metrics
 from flodl_hf.training.rates import make_schedule
-from flodl_hf.training.result import Timing
 from flodl_hf.training.rows import CollateRows, EncodedRows
 from flodl_hf.training.start import FixedModel, ModelFactory, known_of, open_start, settle_head
 from flodl_hf.training.step import Objective
@@ -82,6 +82,20 @@ def _model_text(model: Any) -> str:
     if isinstance(model, nn.Module):
         expected += ". Write models of other libraries with save_pretrained; flodl.train.Trainer trains any module"
     return f"{name}; {expected}"
+
+
+class Timing(dict[str, float]):
+    """Seconds by phase: read, load, tokenise, first step, train, evaluate, save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        """Add the time since the last mark to a phase."""
+        now = time.perf_counter()
+        self[phase] = self.get(phase, 0.0) + now - self._last
+        self._last = now
 
 
 @dataclass
@@ -133,10 +147,6 @@ class Job:
             return None
         first = next(iter(self.evaluation.sets.values()))
         return self.evaluation.check_metric(self.options.metric or self.task.main_metric_of(first.prepared))
-
-    def conclude(self, model: EncoderModel) -> Any:
-        """Detach additional modules and store trained parts in the model; return the generator, if any."""
-        return self.task.conclude(model)
 
     @property
     def schedule(self) -> Any:

@@ -36,14 +36,13 @@ from flodl_hf.errors import ExportError
 from flodl_hf.models.adapters.write import contents_of
 from flodl_hf.models.saving import write_contents
 from flodl_hf.training.batching import as_before
-from flodl_hf.training.card import metadata_files
 from flodl_hf.training.data import is_several
 from flodl_hf.training.evaluation import EvalPredictions, Own, collect_predictions
-from flodl_hf.training.job import Job, plan_job, read_arguments
+from flodl_hf.training.job import Job, Timing, plan_job, read_arguments
 from flodl_hf.training.monitoring import monitor_of_job
 from flodl_hf.training.options import FinetuneWords, Options
 from flodl_hf.training.report.figures import tune_thresholds
-from flodl_hf.training.result import FinetuneResult, OnFirstRank, Timing, described, figures_in
+from flodl_hf.training.result import FinetuneResult, described, figures_in, metadata_files
 from flodl_hf.training.start import cast_stored
 from flodl_hf.training.task import name_of
 from flodl_hf.training.training import (
@@ -186,11 +185,9 @@ def _stopped(stop: BaseException, job: Job, notes: _Notes, target: Path | None, 
         stop.folder = None if folder is None else str(folder)
         if stop.trained is None:  # the ranks had not begun
             return
-        whole = stop.trained.whole
-        found: Any = job.model.eval() if whole else OnFirstRank()
         stop.result = FinetuneResult(
-            found, None, name_of(job.task), {}, notes.history, notes.losses, notes.steps, notes.steps,
-            notes.seconds, recipe, list(notes.past.changes), holds_model=whole, policy=notes.policy,
+            job.model.eval() if stop.trained.whole else None, None, name_of(job.task), {}, notes.history, notes.losses,
+            notes.steps, notes.steps, notes.seconds, recipe, list(notes.past.changes), policy=notes.policy,
         )  # fmt: skip
 
 
@@ -219,7 +216,7 @@ def _train(
     options = job.options
     with ExitStack() as stack:
         stack.enter_context(settings_of_torch())
-        stack.callback(job.conclude, job.model)
+        stack.callback(job.task.conclude, job.model)
         for tracker in trackers:
             stack.callback(tracker.end)
         metric = job.metric if options.keep_best else None  # of the best weights
@@ -250,7 +247,7 @@ def _train(
             best_step, metrics = take_best(metric, read, model, notes.history, at_hand["step"]) or (best_step, metrics)
         model.eval()
         predictions = _collected_predictions(job, model, target, metrics, notes.seen)
-        generator = job.conclude(model)
+        generator = job.task.conclude(model)
     tuned = None
     if options.tune_thresholds and predictions is not None:
         tuned = tune_thresholds(predictions, tuple(model.config.labels))
@@ -258,13 +255,11 @@ def _train(
         # Thresholds of the starting model were chosen for other weights.
         model.config = model.config.changed(label_thresholds={} if tuned is None else tuned.thresholds)
     model.training_recipe = recipe
-    whole = trained is not None
-    found: Any = model if whole else OnFirstRank()
     written = Path(os.path.abspath(target)) if target is not None and is_first_rank() else None
     result = FinetuneResult(
-        found, written, name_of(job.task), metrics, notes.history, notes.losses, notes.steps, best_step, seconds,
-        recipe, list(notes.past.changes), tuned, notes.recorded, notes.summed, whole, generator if whole else None,
-        notes.policy, job.timing,
+        trained, written, name_of(job.task), metrics, notes.history, notes.losses, notes.steps, best_step, seconds,
+        recipe, list(notes.past.changes), tuned, notes.recorded, notes.summed,
+        None if trained is None else generator, notes.policy, job.timing,
     )  # fmt: skip
     job.timing.mark("train")
     if written is not None:

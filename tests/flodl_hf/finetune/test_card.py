@@ -10,10 +10,9 @@ import pytest
 import yaml
 from finetune_tables import TABLES, labelled
 
-from flodl_hf.checkpoints.hub.request import hub_name
+from flodl_hf.checkpoints.hub.request import front_matter, hub_name
 from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.training import finetune
-from flodl_hf.training.card import front_matter
 
 
 def card_of(base: Path, out: Path, **given: Any) -> tuple[dict[str, Any], str]:

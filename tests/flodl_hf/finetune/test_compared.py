@@ -63,7 +63,7 @@ def told(base: Path, rows: Any, held_out: Any, **options: Any) -> dict[str, Any]
         run = make_builder(job, lambda event: None, stack)
         run.set(identity=fingerprint_of(job))
         found = resume.recipe(run.trainer().prepare(join_ranks(device="cpu")))
-        stack.callback(job.conclude, job.model)
+        stack.callback(job.task.conclude, job.model)
     return found
 
 

@@ -13,6 +13,7 @@ import torch
 from finetune_tables import labelled, lines
 
 from flodl.distributed import sharded
+from flodl.errors import TrainError
 from flodl.train import StepDone, Trainer, sgd
 from flodl_hf import load
 from flodl_hf.checkpoints.config.model_config import ModelConfig
@@ -21,7 +22,7 @@ from flodl_hf.models.adapters import IA3, Lora, Prompt
 from flodl_hf.training import demo, finetune
 from flodl_hf.training.job import plan_job
 from flodl_hf.training.options import make_options
-from flodl_hf.training.result import FinetuneResult, OnFirstRank
+from flodl_hf.training.result import FinetuneResult
 from flodl_hf.training.start import cast_stored, set_dropout, take
 from flodl_hf.training.training import fingerprint_of, make_builder
 
@@ -225,8 +226,10 @@ def test_a_base_is_cast_when_somebody_asks_for_the_model(half: Path) -> None:
     take(cut, {name: torch.full(value.shape, 0.3) for name, value in before.items() if name not in fixed})
     stored = {name: value for name, value in cut.state_dict().items() if name in fixed}
     assert {value.dtype for value in stored.values() if value.is_floating_point()} == {torch.bfloat16}
-    elsewhere = FinetuneResult(OnFirstRank(), None, "seqcls", {}, [], [], 1, 1, 0.0, {}, holds_model=False)  # type: ignore[arg-type]
-    assert isinstance(elsewhere.model, OnFirstRank)
+    elsewhere = FinetuneResult(None, None, "seqcls", {}, [], [], 1, 1, 0.0, {})
+    assert not elsewhere.holds_model
+    with pytest.raises(TrainError, match="rank 0"):
+        _ = elsewhere.model
     result = FinetuneResult(cut, None, "seqcls", {}, [], [], 1, 1, 0.0, {})
     assert repr(result)
     assert result.to_dict()

@@ -19,7 +19,7 @@ from flodl_hf.training.result import FinetuneResult
 
 def run(steps: int = 50, **changed: Any) -> FinetuneResult:
     given: dict[str, Any] = {
-        "model": torch.nn.Linear(1, 1), "folder": Path("out"), "task": "sequence_classification",
+        "_model": torch.nn.Linear(1, 1), "folder": Path("out"), "task": "sequence_classification",
         "metrics": {"accuracy": 0.9375, "loss": 0.25}, "losses": [1.0 / (step + 1) for step in range(steps)],
         "history": [{"step": 25, "epoch": 0, "accuracy": 0.5}, {"step": 50, "epoch": 1, "accuracy": 0.9375}],
         "steps": steps, "best_step": 25, "seconds": 75.0, "recipe": {"model": Path("m"), "lr": 3e-5},
