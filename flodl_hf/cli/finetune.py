@@ -26,8 +26,7 @@ from flodl_hf.cli.command import StrictCommand, command_line
 from flodl_hf.cli.options import HELP_ALL, JSON, TIMING, argument, complete_task, option, task_word, with_parameters
 from flodl_hf.cli.shared import check_places, emit, emit_json, reporting, say, say_timing, tell, training_said
 from flodl_hf.families.schema.tasks import HEADS
-from flodl_hf.training.option_checks import SCHEDULES
-from flodl_hf.training.options import HINTS
+from flodl_hf.training.options import HINTS, SCHEDULES
 
 if TYPE_CHECKING:
     from flodl_hf.training.result import FinetuneResult

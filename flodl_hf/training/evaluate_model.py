@@ -23,14 +23,13 @@ from flodl_hf.training.batching import evaluation_layout
 from flodl_hf.training.data import Tables, classes_used, list_multilabel_columns, numbered_as, read_tables
 from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own
 from flodl_hf.training.job import make_evaluation, note_long_texts, prepare_held_out, row_limits
-from flodl_hf.training.option_checks import Problems
 from flodl_hf.training.options import EvaluateOptions, Options, make_options
 from flodl_hf.training.ranking import has_lists, note_undefined_metrics
 from flodl_hf.training.report.figures import LabelTable, label_table
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.sequence import SequenceTask
 from flodl_hf.training.start import known_of
-from flodl_hf.training.task import Task, name_of
+from flodl_hf.training.task import Problems, Task, name_of
 from flodl_hf.training.task_choice import choose_task
 from flodl_hf.training.tokens import TokenTask
 from flodl_hf.training.training_arguments import translated
@@ -292,7 +291,7 @@ def _plan(
     if isinstance(task, EmbeddingTask):
         task.trains = False
         notes = task.settle(model)
-    limits = row_limits(task, model, model.tokenizer, options)
+    limits = row_limits(task, model, options)
     prepared = prepare_held_out(task, tables.evals, model.tokenizer, limits)
     tokenizer: Any = model.tokenizer
     collate = CollateRows(tokenizer.pad_token_id or 0, evaluation_layout(options), task.masking(tokenizer, options))

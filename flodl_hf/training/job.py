@@ -6,10 +6,11 @@ errors are raised before the expensive part.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,17 @@ import torch
 from torch import nn
 
 from flodl.errors import ConfigError, DataError
+from flodl.train.schedule import OneCycle, Plateau
+from flodl.train.warmed_up import (
+    CosineFloor,
+    CosineRestarts,
+    InverseSqrt,
+    Polynomial,
+    WarmedUp,
+    WarmupStableDecay,
+)
 from flodl_hf.checkpoints.folders import lacks_tokenizer
-from flodl_hf.families.schema.tasks import task_named
+from flodl_hf.families.schema.tasks import find_task
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.models.transformers_methods import frozen_parameters
 from flodl_hf.training.batching import (
@@ -30,14 +40,22 @@ from flodl_hf.training.batching import (
 )
 from flodl_hf.training.data import Tables, list_multilabel_columns, read_tables
 from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own
-from flodl_hf.training.option_checks import ONE_ROW, Problems, task_faults, threshold_faults, weight_faults
 from flodl_hf.training.options import Options, read_options
 from flodl_hf.training.ranking import note_undefined_metrics
-from flodl_hf.training.rates import make_schedule
 from flodl_hf.training.rows import CollateRows, EncodedRows
-from flodl_hf.training.start import FixedModel, ModelFactory, known_of, open_start, settle_head
+from flodl_hf.training.start import ModelFactory, known_of, open_start, settle_head
 from flodl_hf.training.step import Objective
-from flodl_hf.training.task import Known, LengthLimits, Prepared, Task, name_of
+from flodl_hf.training.task import (
+    ONE_ROW,
+    Known,
+    LengthLimits,
+    Prepared,
+    Problems,
+    Task,
+    label_faults,
+    name_of,
+    task_faults,
+)
 from flodl_hf.training.task_choice import (
     LABELLED_HEADS,
     choose_task,
@@ -68,20 +86,15 @@ def read_arguments(
     if isinstance(loss, str):
         values["vector_loss"], loss = loss, None
     if not isinstance(model, (str, os.PathLike, GraphModel)):
-        problems.add([f"model: found {_model_text(model)}"])
+        expected = "expected a folder, a Hub name, or a model that flodl_hf.load returned"
+        if isinstance(model, nn.Module):
+            expected += ". Write models of other libraries with save_pretrained; flodl.train.Trainer trains any module"
+        problems.add([f"model: found {type(model).__module__}.{type(model).__qualname__}; {expected}"])
     if train is None and arguments.get("train_dataset") is None:
         problems.add(["train: found None; expected a file or rows to learn from"])
     options, faults = read_options(values)
     problems.add(faults)
     return options, loss, problems
-
-
-def _model_text(model: Any) -> str:
-    name = f"{type(model).__module__}.{type(model).__qualname__}"
-    expected = "expected a folder, a Hub name, or a model that flodl_hf.load returned"
-    if isinstance(model, nn.Module):
-        expected += ". Write models of other libraries with save_pretrained; flodl.train.Trainer trains any module"
-    return f"{name}; {expected}"
 
 
 class Timing(dict[str, float]):
@@ -107,13 +120,15 @@ class Job:
         task: the task.
         tables: the rows as read.
         model: the model, on the CPU, with its new head.
-        factory: opens the same model again, for ranks in other processes.
+        factory: opens the same model again, for ranks in other processes; None for a model in memory.
         rows: training data as tokens.
         batches: which rows form each batch.
         collate: makes a batch.
         objective: the loss.
         evaluation: the evaluation; None without evaluation data.
+        metric: the metric that selects the best model, with ``-`` if lower is better; None without evaluation.
         steps: optimiser steps of the whole run.
+        schedule: the learning rates.
         name: name of the starting model.
         own: functions of the user.
         named: whether the model was given as a name or folder.
@@ -126,45 +141,21 @@ class Job:
     task: Task
     tables: Tables
     model: EncoderModel
-    factory: ModelFactory | FixedModel
+    factory: ModelFactory | None
     rows: EncodedRows
     batches: Any
     collate: CollateRows
     objective: Objective | VectorObjective
     evaluation: Evaluations | None
+    metric: str | None
     steps: int
+    schedule: Any
     name: str
     own: Own
-    named: bool = True
-    notes: list[str] = field(default_factory=list)
-    unrecorded: str | None = None
-    timing: Timing = field(default_factory=Timing)
-
-    @property
-    def metric(self) -> str | None:
-        """The metric that selects the best model, with ``-`` if lower is better; None without evaluation."""
-        if self.evaluation is None:
-            return None
-        first = next(iter(self.evaluation.sets.values()))
-        return self.evaluation.check_metric(self.options.metric or self.task.main_metric_of(first.prepared))
-
-    @property
-    def schedule(self) -> Any:
-        """The learning rates."""
-        options = self.options
-        # Without evaluation data, the plateau schedule uses the training loss.
-        lower = self.metric is None or self.metric.startswith("-")
-        return make_schedule(
-            options.schedule, options.lr, options.warmup, self.steps,
-            lower_is_better=lower, metric=(self.metric or "loss").lstrip("-"), options=options.schedule_options,
-        )  # fmt: skip
-
-
-def _no_tokenizer(caller: str) -> ConfigError:
-    return ConfigError(
-        f"{caller}: the model has no tokenizer; add its tokenizer files to the folder, or set model.tokenizer",
-        problems=["tokenizer"],
-    )
+    named: bool
+    notes: list[str]
+    unrecorded: str | None
+    timing: Timing
 
 
 def plan_job(
@@ -194,16 +185,23 @@ def plan_job(
     Raises:
         DataError, ConfigError, CheckpointError, HubError, TokenizerError: as in `finetune`.
     """
-    own, problems = own or Own(), problems or Problems(caller)
-    notes: list[str] = []
-    timing = Timing()
-    tables = task = opened = factory = None
+    own, problems, timing, tell = own or Own(), problems or Problems(caller), Timing(), tell or (lambda text: None)
+    tables: Any = None
+    task: Any = None
+    opened: Any = None
+    factory: ModelFactory | None = None
     known, before = Known(), options
-    if train is None or not isinstance(model, (str, os.PathLike, GraphModel)):
+    notes: list[str] = []
+    is_named = isinstance(model, (str, os.PathLike))
+    no_tokenizer = ConfigError(
+        f"{caller}: the model has no tokenizer; add its tokenizer files to the folder, or set model.tokenizer",
+        problems=["tokenizer"],
+    )
+    if train is None or not (is_named or isinstance(model, GraphModel)):
         problems.check()
     with problems:
         if lacks_tokenizer(model):
-            raise _no_tokenizer(caller)
+            raise no_tokenizer
         known = known_of(model, options)
     with problems:
         tables, options = list_multilabel_columns(read_tables(train, held_out, options), options)
@@ -212,11 +210,8 @@ def plan_job(
     problems.add(_plan_faults(task, tables, before, own))
     if task is None or tables is None:
         problems.check()
-    assert task is not None
-    assert tables is not None
-    if tell is not None and not problems.messages:
+    if not problems.messages:
         tell(task_line(task, tables.train, before.task))
-    is_named = isinstance(model, (str, os.PathLike))
     # A model that would have to be fetched is not opened for further problems of a call that fails anyway.
     opens = not problems.messages or not is_named or os.path.isdir(model)
     if opens and not any(problem.startswith("adapter:") for problem in problems.messages):
@@ -228,25 +223,22 @@ def plan_job(
             with problems:
                 frozen_parameters(opened, options.freeze)
             if opened.tokenizer is None:
-                raise _no_tokenizer(caller)
+                raise no_tokenizer
             task.masking(opened.tokenizer, options)
             notes += task.settle(opened)
-    if problems.messages and opened is model and options.adapter is not None and opened is not None:
+    if problems.messages and opened is model and options.adapter is not None:
         opened.remove_adapter()
     problems.check()
-    assert opened is not None
-    assert factory is not None
     timing.mark("load")
-    tokenizer: Any = opened.tokenizer
-    limits = row_limits(task, opened, tokenizer, options)
+    tokenizer, limits = opened.tokenizer, row_limits(task, opened, options)
     prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}
     rows = prepared["train"].rows
     options, chosen = settle_batch_size(options, task, rows)
-    if tell is not None and chosen is not None:
+    if chosen is not None:
         tell(chosen)
-    masking, pad_id = task.masking(tokenizer, options), tokenizer.pad_token_id or 0
     batches, collate, unrecorded, further = batch_rows(
-        task, options, rows, own=own, pad_id=pad_id, masking=masking, max_tokens=opened.max_tokens
+        task, options, rows, own=own, pad_id=tokenizer.pad_token_id or 0, masking=task.masking(tokenizer, options),
+        max_tokens=opened.max_tokens,
     )  # fmt: skip
     notes += further
     objective = task.objective(options, _weights(options, task, rows), own.loss)
@@ -259,8 +251,10 @@ def plan_job(
     # Contents of the report about the first set.
     kept = task.kind != "words" and (options.report or options.tune_thresholds)
     evaluation = make_evaluation(task, options, own, parts, judging, stored=[*parts][: int(kept)])
-    if options.metric and evaluation is not None:
-        evaluation.check_metric(options.metric)
+    metric = None
+    if evaluation is not None:
+        first = next(iter(evaluation.sets.values()))
+        metric = evaluation.check_metric(options.metric or task.main_metric_of(first.prepared))
     if tables.parts and before.task is None and known.head in LABELLED_HEADS:
         notes.append(f"several tables train embeddings; to train the head, give one table and task={known.head!r}")
     notes += float_classes(task, tables.train, before.problem_type)
@@ -273,18 +267,22 @@ def plan_job(
             f"{limits.max_tokens}"
         )
     notes += note_long_texts(prepared, limits, task, options) + note_undefined_metrics(parts, task)
-    filled = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
-    job = Job(
-        filled, task, tables, opened, factory, rows, batches, collate, objective, evaluation,
-        count_steps(options, batches), str(getattr(opened.source, "name", None) or "a model in memory"), own,
-        isinstance(model, (str, os.PathLike)), notes, unrecorded,
-        timing,
+    steps = count_steps(options, batches)
+    schedule = make_schedule(
+        options.schedule, options.lr, options.warmup, steps,
+        # Without evaluation data, the plateau schedule uses the training loss.
+        lower_is_better=metric is None or metric.startswith("-"), metric=(metric or "loss").lstrip("-"),
+        options=options.schedule_options,
     )  # fmt: skip
-    _ = job.schedule  # values that it cannot have are refused now
+    options = replace(options, task=name_of(task), labels=task.labels, problem_type=task.problem_type)
     is_new = known.head != task.head or bool(opened.untrained) or options.new_head
-    if tell is not None and is_new and (few := few_steps(job.steps, job.options)) is not None:
+    if is_new and (few := few_steps(steps, options)) is not None:
         tell(few)
-    return job
+    name = str(getattr(opened.source, "name", None) or "a model in memory")
+    return Job(
+        options, task, tables, opened, factory, rows, batches, collate, objective, evaluation, metric, steps, schedule,
+        name, own, is_named, notes, unrecorded, timing,
+    )  # fmt: skip
 
 
 def prepare_held_out(
@@ -330,11 +328,11 @@ def make_evaluation(
     return Evaluations(sets) if sets else None
 
 
-def row_limits(task: Task, opened: EncoderModel, tokenizer: Any, options: Options) -> LengthLimits:
+def row_limits(task: Task, opened: EncoderModel, options: Options) -> LengthLimits:
     """Return the length limits of rows."""
+    tokenizer: Any = opened.tokenizer
     usual = 384 if task.kind == "spans" else None
-    bounds = [n for n in (opened.max_tokens, options.max_length or usual) if n]
-    bounds += task.bounds(opened)
+    bounds = [n for n in (opened.max_tokens, options.max_length or usual, *task.bounds(opened)) if n]
     types = opened.config.uses_token_types and tokenizer.settings.type_ids
     return LengthLimits(min(bounds, default=None), options.stride, types, options.long_texts == "windows")
 
@@ -376,21 +374,71 @@ def _weights(options: Options, task: Task, rows: EncodedRows) -> tuple[float, ..
 
 def _plan_faults(task: Task | None, tables: Tables | None, options: Options, own: Own) -> list[str]:
     """Return the problems of options that depend on the task and on the data."""
-    name = name_of(task) if task is not None else _named(options)
+    named = find_task(options.task) if options.task else None
+    name = name_of(task) if task is not None else named.training if named is not None else None
     problems = [] if name is None else task_faults(name, options, getattr(task, "refused", ()))
     if task is not None:
-        problems += [*weight_faults(task, options), *own.faults(task, options)]
-        if options.tune_thresholds:
-            problems += threshold_faults(task)
+        problems += [*label_faults(task, options), *own.faults(task, options)]
     if tables is not None and not tables.evals:
         needed = ("early_stopping", "eval_every", "metric", "tune_thresholds")
         problems += [f"{name}: found no evaluation data; set eval=" for name in needed if getattr(options, name)]
     return problems
 
 
-def _named(options: Options) -> str | None:
-    """Return the task that the options name; None for none, or where there is no such task."""
-    try:
-        return task_named(options.task, "task").training if options.task else None
-    except ConfigError:
-        return None
+# ---- learning rates --------------------------------------------------------------------------------------
+
+
+def warmup_steps(warmup: float, total: int) -> int:
+    """Return the steps of the rise: a share of all steps below 1, else a number of steps."""
+    return math.ceil(total * warmup) if warmup < 1 else int(warmup)
+
+
+def make_schedule(
+    kind: Any,
+    base: float,
+    warmup: float,
+    total: int,
+    *,
+    lower_is_better: bool,
+    metric: str = "loss",
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return the schedule of a run of ``total`` steps; an object with ``lr(step)`` is returned as it is.
+
+    Args:
+        kind: a name of `flodl_hf.training.options.SCHEDULES`.
+        base: the highest rate.
+        warmup: see `warmup_steps`.
+        lower_is_better: whether lower values of ``metric`` are better.
+        metric: the figure that a plateau reads.
+        options: further options of the schedule.
+
+    Raises:
+        ConfigError: values that the curve cannot have.
+    """
+    if not isinstance(kind, str):
+        return kind
+    given, rise = dict(options or {}), warmup_steps(warmup, total)
+    if kind == "one_cycle":
+        return OneCycle(base, total, warmup_fraction=rise / total if warmup else 0.3, **given)
+    if kind == "plateau":
+        return Plateau(base, **{"patience": 1, **given}, mode="min" if lower_is_better else "max", metric=metric)
+    if kind == "cosine" and given:
+        if "end" in given:
+            given["floor"] = given.pop("end") / base
+        return CosineFloor(base, total, rise, **given)
+    if kind in ("cosine_with_restarts", "polynomial"):
+        return (Polynomial if kind == "polynomial" else CosineRestarts)(base, total, rise, **given)
+    if kind == "inverse_sqrt":
+        return InverseSqrt(base, rise, **given)
+    if kind == "warmup_stable_decay":
+        decay, stable = warmup_steps(given.pop("decay", 0.1), total), given.pop("stable", None)
+        if stable is None and rise + decay > total:
+            raise ConfigError(
+                f"schedule: {rise} steps of warmup and {decay} of decay are more than the {total} steps of the run; "
+                "expected fewer. Lower warmup, or decay in schedule_options",
+                problems=["schedule_options"],
+            )
+        return WarmupStableDecay(base, rise, total - rise - decay if stable is None else stable, decay, **given)
+    # A constant rate does not depend on the length of a run, which may change when the run is resumed.
+    return WarmedUp(kind, base, rise, rise if kind == "constant" else total)

@@ -9,18 +9,37 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args, get_type_hints
 
 from flodl.errors import ConfigError, capped, nearest
-from flodl_hf.models.adapters.settings import Settings, adapter_mapping, plain_rank, read_adapter
-from flodl_hf.training.option_checks import checked, combination_faults, schedule_values
+from flodl_hf.models.adapters.settings import Prompt, Settings, adapter_mapping, plain_rank, read_adapter
 from flodl_hf.training.training_arguments import TAKEN, TrainerWords, translated
 
 BATCH_SIZE = 32
 """Default number of rows in a batch."""
+SCHEDULES: dict[str, dict[str, type]] = {
+    "linear": {},
+    "cosine": {"cycles": float, "floor": float, "end": float},
+    "cosine_with_restarts": {"cycles": float},
+    "polynomial": {"power": float, "end": float},
+    "inverse_sqrt": {"timescale": int},
+    "warmup_stable_decay": {
+        "decay": float,
+        "stable": int,
+        "rise": str,
+        "fall": str,
+        "floor": float,
+        "cycles": float,
+    },
+    "constant": {},
+    "one_cycle": {"divisor": float},
+    "plateau": {"patience": int, "factor": float, "floor": float},
+}
+"""Schedules with their ``schedule_options``; `flodl_hf.training.job.make_schedule` creates them."""
 TRACKERS = ("csv", "jsonl", "mlflow", "tensorboard", "wandb")
 """Names of `flodl.train.trackers`, which is imported when a run starts."""
 
@@ -32,7 +51,7 @@ class Option:
         default: the default value.
         text: one sentence for the help.
         cli: whether the command line has a flag; ``--set name=value`` sets all options.
-        **checks: valid values, see `flodl_hf.training.option_checks.checked`.
+        **checks: valid values, see `checked`.
     """
 
     def __init__(self, default: Any, text: str, cli: bool = True, **checks: Any) -> None:
@@ -325,8 +344,124 @@ def read_options(arguments: Mapping[str, Any]) -> tuple[Options, list[str]]:
     values["adapter"], faults = read_adapter({**arguments, "lora": values.get("lora")})
     values["lora"] = plain_rank(values["adapter"])
     options, invalid = Options(**values), [name for name in arguments if name in HINTS and name not in values]
+    curve, wrong = schedule_values(options)
+    if curve and not wrong:
+        options = replace(options, schedule_options=curve)
     # What depends on an invalid value is not known.
-    faults += [p for p in combination_faults(options) if not any(re.search(rf"\b{name}\b", p) for name in invalid)]
-    if options.schedule_options and not problems + faults:
-        options = replace(options, schedule_options=schedule_values(options.schedule, options.schedule_options)[0])
-    return options, problems + faults
+    faults += wrong + combination_faults(options)
+    return options, problems + [p for p in faults if not any(re.search(rf"\b{name}\b", p) for name in invalid)]
+
+
+def checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
+    """Return a value in the type of its option.
+
+    Args:
+        value: the value that was given.
+        hint: the type annotation of the option.
+        checks: the metadata of the option's field.
+
+    Raises:
+        ValueError: the value is of another type, or out of range.
+    """
+    kinds = get_args(hint) or (hint,)
+    if value in checks.get("words", ()) or (value is None and (type(None) in kinds or hint is Any)):
+        return value
+    expected = ""
+    if value is None:
+        expected = "a value"
+    elif hint in (Sequence[str], Sequence[str] | None, bool | Sequence[str]) and not isinstance(value, bool):
+        parts = (value,) if isinstance(value, str) else value
+        if isinstance(parts, Sequence) and all(isinstance(part, (str, int)) for part in parts):
+            value = tuple(map(str, parts))
+        else:
+            expected = "a list of texts"
+    elif hint in (Mapping[str, str] | None, Mapping[str, Any] | None):
+        expected = "" if isinstance(value, Mapping) else "a map of names to values"
+    elif bool in kinds:
+        expected = "" if isinstance(value, bool) else "true or false"
+    elif float in kinds or int in kinds:
+        value = _number(value, float in kinds)
+        low, high = checks.get("least", float("-inf")), checks.get("most", float("inf"))
+        if not low <= value <= high:
+            expected = f"{low} {f'to {high}' if high < float('inf') else 'or more'}"
+    elif str in kinds and not isinstance(value, str):
+        expected = "a text"
+    if expected:
+        raise ValueError(f"found {'nothing' if value is None else repr(value)}; expected {expected}")
+    strange = [part for part in value if part not in checks["each"]] if "each" in checks else []
+    if strange:
+        raise ValueError(f"found {', '.join(map(repr, strange))}; expected some of {', '.join(checks['each'])}")
+    among = checks.get("among")
+    if among and value not in among:
+        raise ValueError(f"found {value!r}{nearest(str(value), among)}; expected one of {', '.join(among)}")
+    return value
+
+
+def _number(value: Any, fraction: bool) -> int | float:
+    if isinstance(value, str):
+        # YAML 1.1 reads 5e-5 as a text.
+        with suppress(ValueError):
+            value = float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise ValueError(f"found {value!r}; expected a number")
+    if not fraction and int(value) != value:
+        raise ValueError(f"found {value!r}; expected an integer")
+    return float(value) if fraction else int(value)
+
+
+def schedule_values(options: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of the schedule of a run as numbers and texts, and the problems of the schedule."""
+    schedule, given = options.schedule, options.schedule_options or {}
+    if not isinstance(schedule, str):
+        if not hasattr(schedule, "lr"):
+            return {}, [f"schedule: found {type(schedule).__name__}; expected a name, or an object with lr(step)"]
+        wrong = ["schedule_options: found a schedule object; expected none, or the name of a schedule"]
+        return {}, wrong if given else []
+    known, values, problems = SCHEDULES.get(schedule), {}, []
+    if known is None:
+        expected = f"{nearest(schedule, SCHEDULES)}; expected {', '.join(SCHEDULES)}"
+        return {}, [f"schedule: found {schedule!r}{expected}"]
+    for name, value in given.items():
+        if name not in known:
+            takes = f"expected {', '.join(known)}" if known else "it takes none"
+            problems.append(f"schedule_options: {schedule} has no {name!r}{nearest(name, known)}; {takes}")
+            continue
+        try:
+            values[name] = checked(value, str, {}) if known[name] is str else _number(value, known[name] is float)
+        except ValueError as fault:
+            problems.append(f"schedule_options: {name}: {fault}")
+    if schedule == "cosine" and {"floor", "end"} <= given.keys():
+        problems.append("schedule_options: found floor and end; expected one, a share of lr or a rate")
+    if schedule == "plateau" and options.warmup:
+        problems.append("warmup: a plateau schedule takes none; expected 0")
+    if values and not problems:
+        from flodl_hf.training.job import make_schedule
+
+        try:  # the range of the curve
+            make_schedule(schedule, options.lr or 1.0, options.warmup, 1_000_000, lower_is_better=True, options=values)
+        except ConfigError as fault:
+            problems.append(f"schedule_options: {fault.message}")
+    return values, problems
+
+
+def combination_faults(options: Any) -> list[str]:
+    """Return the problems of options that are valid by themselves and exclude each other."""
+    prompts, ema, warmup = options.prompts, options.ema, options.warmup
+    texts = [*prompts, *prompts.values()] if isinstance(prompts, Mapping) else [prompts or ""]
+    faults = {
+        f"prompts: found {prompts!r}; expected a text, or a mapping of columns to texts": not all(
+            isinstance(text, str) for text in texts
+        ),
+        "neftune: a prompt has separate trained embeddings; expected no noise": isinstance(options.adapter, Prompt)
+        and options.neftune,
+        "neftune: torch.compile would translate the model without it; expected compile=False": options.neftune
+        and options.compile,
+        f"ema: ranks of policy={options.policy!r} step by themselves, without a common average; expected "
+        "policy='sync', or no ema": ema and options.policy in ("cadence", "async"),
+        f"ema: found {ema}; expected a number above 0 and below 1, such as 0.999": ema in (0.0, 1.0),
+        "label_smoothing: found 1.0; expected less, or nothing of the target is left": options.label_smoothing == 1.0,
+        "mask_probability: found 0.0; expected more, or nothing is learned": options.mask_probability == 0.0,
+        f"warmup: found {warmup!r}; expected an integer of steps, or a share below 1": warmup > 1
+        and warmup != int(warmup),
+    }
+    return [fault for fault, found in faults.items() if found]

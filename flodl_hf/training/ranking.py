@@ -27,11 +27,20 @@ from flodl_hf.training.evaluation import CollectedValues
 from flodl_hf.training.evaluators import average_precision, ranking_figures
 from flodl_hf.training.losses import loss_named, make_loss
 from flodl_hf.training.losses.lists import LIST_LOSSES, MarginMSELoss
-from flodl_hf.training.option_checks import Problems, task_faults
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, RowBuilder
 from flodl_hf.training.step import Kind, LossFunction, score
-from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks
+from flodl_hf.training.task import (
+    Examples,
+    LengthLimits,
+    Prepared,
+    Problems,
+    Scorer,
+    Source,
+    Task,
+    encode_chunks,
+    task_faults,
+)
 from flodl_hf.training.vectors.step import CollateTexts, TextRows, rows_of_texts
 from flodl_hf.training.vectors.tables import ANCHORS, LABELS, POSITIVES, known_column, read_table
 

@@ -24,7 +24,7 @@ from flodl.progress import clock, count
 from flodl.train.events import Recorded
 from flodl_hf.checkpoints.hub.request import front_matter, hub_name
 from flodl_hf.families.schema.tasks import task_named
-from flodl_hf.training.option_checks import SCHEDULES
+from flodl_hf.training.options import SCHEDULES
 from flodl_hf.training.report.figures import Tuned
 from flodl_hf.training.start import cast_stored
 

@@ -163,17 +163,6 @@ def take(model: EncoderModel, state: Mapping[str, Tensor]) -> None:
             own[name].set_(value.to(own[name].device))  # noted as written to, unlike an exchange of ``data``
 
 
-@dataclass(frozen=True)
-class FixedModel:
-    """Hands out a model that exists already."""
-
-    model: Any
-
-    def __call__(self, device: torch.device) -> Any:
-        """Return the model."""
-        return self.model
-
-
 def set_dropout(model: nn.Module, probability: float) -> list[tuple[Any, str, float]]:
     """Set every dropout of a model; return the former values."""
     before: list[tuple[Any, str, float]] = []
@@ -241,8 +230,8 @@ def settle_head(known: Known, task: Task, options: Options) -> tuple[Options, li
     return replace(options, new_head=not kept), [note]
 
 
-def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, ModelFactory | FixedModel]:
-    """Return the model with the task's head, and the factory that opens it in other processes.
+def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, ModelFactory | None]:
+    """Return the model with the task's head, and the factory that opens it in other processes, if it has a name.
 
     Raises:
         ConfigError: a model in memory that does not fit the data.
@@ -278,4 +267,4 @@ def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, 
     model.set_attention(options.attention)
     if options.adapter is not None:
         model.add_adapter(options.adapter)
-    return model, FixedModel(model)
+    return model, None

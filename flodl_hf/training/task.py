@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from flodl.data import FixedBatches, SequentialSampler
-from flodl.errors import ConfigError
+from flodl.errors import ConfigError, FlodlError, capped
 from flodl.metrics import Metric
 from flodl_hf.training.rows import CollateRows, EncodedRows, Laid
 from flodl_hf.training.step import Kind, LossFunction, Objective
@@ -267,3 +268,146 @@ def label_names(
                 f"labels: the data has {missing[:8]}, which are not among {list(names)[:20]}", problems=missing
             )
     return in_data, in_data
+
+
+# ---- options that a task does not use ------------------------------------------------------------------
+
+VECTORS = ("embedding", "sparse", "multivector")
+WORDS = ("masked_lm", "replaced_tokens")
+LABELLED = ("sequence_classification", "token_classification")
+USED_BY: dict[str, tuple[str, ...]] = {
+    "labels": LABELLED,
+    "problem_type": ("sequence_classification",),
+    "class_weights": LABELLED,
+    "label_smoothing": (*LABELLED, "masked_lm", "next_sentence"),
+    "concatenate": WORDS,
+    "whole_words": (*WORDS, "pretraining"),
+    "projection": ("multivector",),
+    "prompts": ("embedding", "sparse"),
+    "vector_loss": (*VECTORS, "rank"),
+    "loss_options": (*VECTORS, "rank"),
+    **dict.fromkeys(("matryoshka", "guide", "pooling", "normalize", "cache_tokens"), VECTORS),
+}
+"""Options that only these tasks use."""
+UNUSED_BY: dict[str, tuple[str, ...]] = {
+    "neftune": (*VECTORS, "multiple_choice"),
+    **dict.fromkeys(("tokens_per_batch", "micro_batch_size", "group_by_length"), VECTORS),
+}
+"""Options that all tasks but these use."""
+ONE_ROW = (*VECTORS, "rank", "multiple_choice", "next_sentence", "pretraining")
+"""Tasks whose texts are one row each, whatever their length."""
+
+
+def task_faults(name: str, options: Any, refused: Iterable[str] = ()) -> list[str]:
+    """Return the problems of options that a task does not use.
+
+    Args:
+        name: the task.
+        options: the options of the run.
+        refused: further options that it does not use.
+    """
+    unused = [option for option, tasks in USED_BY.items() if name not in tasks]
+    unused += [option for option, tasks in UNUSED_BY.items() if name in tasks]
+    unused += [option for option in refused if option not in unused]
+    how = ""
+    if name == "replaced_tokens":
+        how = " without a generator" if options.generator is None else " with a generator"
+        unused += ("concatenate", "whole_words") if options.generator is None else ("neftune", "label_smoothing")
+    usual = {"labels": ("LABEL_0",), "problem_type": "regression"} if name == "rank" else {}
+    problems = [
+        f"{option}: {name}{how} takes none; leave it out"
+        for option in dict.fromkeys(unused)
+        if getattr(options, option) not in (None, (), False, 0.0, usual.get(option))
+    ]
+    if options.long_texts == "windows" and name in ONE_ROW:
+        problems.append(
+            f"long_texts: found 'windows'; expected 'truncate' for {name}, where each text is one row; a greater "
+            "max_length keeps more of it"
+        )
+    if options.long_texts == "error" and name != "sequence_classification":
+        problems.append(f"long_texts: found 'error'; expected 'truncate' for {name}; only classifiers support 'error'")
+    if name == "question_answering" and options.layout == "packed" and options.compat is not None:
+        problems.append(
+            "layout: found 'packed', whose rows have no padding to include in the loss; expected 'padded' with "
+            "compat='transformers'"
+        )
+    if name in VECTORS and options.shard is not None:
+        problems.append(
+            "shard: vectors are compared over whole batches, which ranks with shards do not compute together; expected "
+            "another task, or no shard"
+        )
+    return problems
+
+
+def label_faults(task: Any, options: Any) -> list[str]:
+    """Return the problems of class weights, label smoothing and thresholds for the labels of a task."""
+    problems, given, names = [], options.class_weights, list(task.labels or ())
+    if options.label_smoothing and task.kind in ("multi_label", "regression"):
+        problems.append(
+            f"label_smoothing: {task.kind} has no single right label to take a share from; expected 0, or "
+            "problem_type='single_label_classification'"
+        )
+    if options.tune_thresholds and task.kind != "multi_label" and (task.kind, len(names)) != ("single_label", 2):
+        problems.append(
+            f"tune_thresholds: found {task.kind.replace('_', ' ')} with {len(names)} labels; expected several labels "
+            "per text (multi_label_classification), or two labels"
+        )
+    if given is None or not names or (isinstance(given, str) and given == "balanced"):
+        return problems
+    if task.kind == "regression":
+        return [*problems, "class_weights: regression takes none; leave it out"]
+    weights = list(given.values() if isinstance(given, Mapping) else given if hasattr(given, "__len__") else ())
+    are_named = set(given) <= set(names) if isinstance(given, Mapping) else len(weights) == len(names)
+    if not are_named or not all(isinstance(weight, Real) and float(weight) >= 0 for weight in weights):
+        problems.append(
+            f"class_weights: found {given!r}; expected 'balanced', a weight for each of {names[:20]}, or a mapping of "
+            "labels to weights; none below 0"
+        )
+    return problems
+
+
+@dataclass
+class Problems:
+    """Collects the problems of a plan; as a context manager it collects errors that are raised inside.
+
+    Attributes:
+        caller: name of the called function, for the message.
+        messages: all problems, each with the name of its option.
+        first: the first error that was raised.
+    """
+
+    caller: str
+    messages: list[str] = field(default_factory=list)
+    first: FlodlError | None = None
+
+    def add(self, problems: Iterable[str]) -> None:
+        """Add further problems."""
+        self.messages += [problem for problem in problems if problem not in self.messages]
+
+    def __enter__(self) -> Problems:
+        return self
+
+    def __exit__(self, kind: Any, fault: BaseException | None, trace: Any) -> bool:
+        if not isinstance(fault, FlodlError):
+            return False
+        if self.first is None and not self.messages:
+            self.first = fault
+        listed = list(fault.details.get("problems", ()))
+        named = isinstance(fault, ConfigError) and listed and all(": " in problem for problem in listed)
+        self.add(listed if named else [fault.message.removeprefix(f"{self.caller}: ").removeprefix("finetune: ")])
+        return True
+
+    def check(self) -> None:
+        """Raise if there are problems.
+
+        Raises:
+            ConfigError: several problems, all of them in ``problems``; or problems of options.
+            FlodlError: the only problem, as it was raised.
+        """
+        if not self.messages:
+            return
+        if self.first is not None and (len(self.messages) == 1 or self.messages == self.first.details.get("problems")):
+            raise self.first
+        several = f"{self.caller}: found {len(self.messages)} problems:\n{capped(self.messages)}"
+        text = self.messages[0] if len(self.messages) == 1 else several
+        raise ConfigError(text, problems=list(self.messages), where=self.caller)

@@ -39,7 +39,6 @@ from flodl_hf.training.options import Options
 from flodl_hf.training.result import figures_in
 from flodl_hf.training.rows import EncodedRows
 from flodl_hf.training.start import (
-    FixedModel,
     ModelFactory,
     checkpoint_layers,
     restore_layers,
@@ -444,10 +443,9 @@ def _factory(job: Job, stack: ExitStack) -> Any:
     """Return what gives each rank its model: the one at hand where ranks are this process."""
     several = job.options.ranks > 1
     if trains_here(job.options):
-        job_model = job.model
-        _ready(job, job_model, stack)
-        return FixedModel(job_model)
-    if isinstance(job.factory, ModelFactory):
+        _ready(job, job.model, stack)
+        return lambda device: job.model
+    if job.factory is not None:
         return job.factory
     shown = {"mapped": True} if job.options.shard and several else {}  # pages that ranks share
     # A model cannot be sent to other processes, its folder can.

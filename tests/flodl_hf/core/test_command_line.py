@@ -45,8 +45,7 @@ def test_words_of_options_are_those_of_the_tables() -> None:
     from flodl_hf.inference import Precision
     from flodl_hf.inference.entities import Aggregation
     from flodl_hf.models.saving import DTYPE_NAMES
-    from flodl_hf.training.option_checks import SCHEDULES
-    from flodl_hf.training.options import Options
+    from flodl_hf.training.options import SCHEDULES, Options
 
     assert get_args(choices.PRECISIONS) == get_args(Precision)
     assert set(get_args(choices.AGGREGATIONS)) == set(get_args(Aggregation))

@@ -9,9 +9,9 @@ import torch
 
 from flodl.errors import ConfigError
 from flodl.train import warmed_up
-from flodl_hf.training.option_checks import SCHEDULES
-from flodl_hf.training.options import make_options
-from flodl_hf.training.rates import WarmedUp, make_schedule, warmup_steps
+from flodl.train.warmed_up import WarmedUp
+from flodl_hf.training.job import make_schedule, warmup_steps
+from flodl_hf.training.options import SCHEDULES, make_options
 
 # our name and options; transformers' name and options
 CURVES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
