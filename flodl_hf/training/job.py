@@ -94,6 +94,14 @@ def read_arguments(
         problems.add(["train: found None; expected a file or rows to learn from"])
     options, faults = read_options(values)
     problems.add(faults)
+    if not any(fault.startswith("schedule") for fault in faults):
+        try:  # the range of the curve
+            make_schedule(
+                options.schedule, options.lr or 1.0, options.warmup, 1_000_000, lower_is_better=True,
+                options=options.schedule_options,
+            )  # fmt: skip
+        except ConfigError as fault:
+            problems.add([f"schedule_options: {fault.message}"])
     return options, loss, problems
 
 

@@ -30,7 +30,6 @@ from flodl_hf.training.start import cast_stored
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
-    from flodl_hf.training.evaluation import EvalPredictions
     from flodl_hf.training.job import Job
 
 JSON = (str, int, float, type(None))
@@ -188,14 +187,8 @@ def _shown(value: Any) -> str:
 # ---- metadata files -------------------------------------------------------------------------------------
 
 
-def metadata_files(job: Job, result: FinetuneResult, predictions: EvalPredictions | None = None) -> dict[str, bytes]:
-    """Return the metadata files of a trained model, as a mapping of file names to contents.
-
-    Args:
-        job: the planned run.
-        result: the result of the run.
-        predictions: predictions for the evaluation data, for the report.
-    """
+def metadata_files(job: Job, result: FinetuneResult) -> dict[str, bytes]:
+    """Return the metadata files of a trained model, as a mapping of file names to contents."""
     own = {
         "model": job.name,
         "data": job.tables.facts,
@@ -207,16 +200,11 @@ def metadata_files(job: Job, result: FinetuneResult, predictions: EvalPrediction
     }
     whole = {**result.to_dict(), **own}
     facts = {name: whole[name] for name in FACTS}
-    files = {
+    return {
         "README.md": card(job, result).encode(),
         "recipe.yaml": recipe_text(result.recipe, result.changes, job.own.names).encode(),
         "training.json": (json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode(),
     }
-    if not job.options.report:
-        return files
-    from flodl_hf.training.report.page import report_page
-
-    return files | {"report.html": report_page(job_name(job), job, result, predictions).encode()}
 
 
 def versions() -> dict[str, str]:

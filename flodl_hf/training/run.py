@@ -42,7 +42,7 @@ from flodl_hf.training.job import Job, Timing, plan_job, read_arguments
 from flodl_hf.training.monitoring import monitor_of_job
 from flodl_hf.training.options import FinetuneWords, Options
 from flodl_hf.training.report.figures import tune_thresholds
-from flodl_hf.training.result import FinetuneResult, described, figures_in, metadata_files
+from flodl_hf.training.result import FinetuneResult, described, figures_in, job_name, metadata_files
 from flodl_hf.training.start import cast_stored
 from flodl_hf.training.task import name_of
 from flodl_hf.training.training import (
@@ -263,7 +263,11 @@ def _train(
     )  # fmt: skip
     job.timing.mark("train")
     if written is not None:
-        files = metadata_files(job, result, predictions)
+        files = metadata_files(job, result)
+        if options.report:
+            from flodl_hf.training.report.page import report_page
+
+            files["report.html"] = report_page(job_name(job), job, result, predictions).encode()
         if result.generator is None:
             model.save_pretrained(written, overwrite=overwrite, extra_files=files)
         else:
