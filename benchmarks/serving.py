@@ -50,7 +50,7 @@ from typing import Any
 from benchmarks.serving_clients import Asked, ask, loaded, percentiles, request_of, told
 from benchmarks.serving_peers import PEERS, missing
 
-HTTP_PROCESS = re.compile(rb"multiprocess\.http_process|serving_peers\.py\0empty")
+HTTP_PROCESS = re.compile(rb"serving\.http_process|serving_peers\.py\0empty")
 """Command lines of processes that answer HTTP, of several."""
 WORDS = [f"w{number}" for number in range(2000)]
 SIZES = {

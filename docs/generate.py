@@ -475,7 +475,7 @@ def routes_page() -> str:
 
 def fields_of(fields: Iterable[Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield the name, the kind of value and the record of each field, and of the fields of objects."""
-    from flodl_hf.serving.routes.fields import KINDS
+    from flodl_hf.serving.routes.route import KINDS
 
     for field in fields:
         yield path + field.name, KINDS[field.kind][1].replace("|", "\\|"), field

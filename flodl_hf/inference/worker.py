@@ -20,7 +20,7 @@ import torch
 from flodl_hf.inference.engine import Engine, current
 from flodl_hf.inference.inputs import Encoded
 from flodl_hf.workers.messages import Stream
-from flodl_hf.workers.objects import pack_object, unpack_object
+from flodl_hf.workers.pool import pack_object, unpack_object
 
 # Windows that wait for the device in addition to the running one.
 _AHEAD = 2

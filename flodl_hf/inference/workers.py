@@ -26,8 +26,7 @@ from flodl_hf.inference.options import RunOptions
 from flodl_hf.inference.prepared_graph import Stamp
 from flodl_hf.inference.worker import known_of
 from flodl_hf.tokenization.backend import cores
-from flodl_hf.workers.objects import pack_object, unpack_object
-from flodl_hf.workers.pool import Worker
+from flodl_hf.workers.pool import Worker, pack_object, unpack_object
 from flodl_hf.workers.process import Process
 
 if TYPE_CHECKING:

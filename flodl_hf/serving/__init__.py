@@ -1,17 +1,18 @@
 """HTTP server for every head, with exact results: ``flodl-hf serve``.
 
-Start-up: settings (options), running (sockets and event loops), app (ASGI application), http (uvicorn's configuration
-and signals), protocol (limits of connections), log (JSON log), multiprocess/ (several HTTP processes).
+Start-up: settings (options, folders of adapters), running (sockets, event loops, and the parent of several HTTP
+processes), http_process (one of several), app (ASGI application, status pages, OpenAPI), http (uvicorn, signals, limits
+of connections).
 
-Requests: endpoint (one HTTP request), routes/ (one file for each API convention), admission (limits and overload),
-shared_counters (current requests of all processes), http_errors (error responses), response_encoding (JSON, npy, Arrow,
-MessagePack), openapi, metrics (Prometheus, and of each request), traces (OpenTelemetry).
+Requests: endpoint (one HTTP request), routes/ (one file for each API convention), admission (limits, overload, and
+current requests of all processes), responses (JSON, npy, Arrow, MessagePack, errors), metrics (Prometheus, and metrics
+and log of requests), traces (OpenTelemetry).
 
-Workers: workers (requests to worker processes), worker_processes (their start and replacement, and the folders of
-adapters), worker (a worker process and its threads), request (one request in it), batching (its queue), tasks (model
-calls), throughput (speed of the device), adapter_models. `flodl_hf.workers` has processes, connections and messages.
+Workers: workers (requests to worker processes, their start and replacement), worker (a worker process and its threads),
+request (one request in it), batching (its queue, speed of the device), tasks (model calls), adapter_models.
+`flodl_hf.workers` has processes, connections and messages.
 
-Other servers: triton_server; `flodl_hf.jobs.ray.deployment`. Client: client/.
+Other servers: triton_server; `flodl_hf.jobs.ray.deployment`. Client: client.
 
 Needs the extra ``serve``: ``pip install 'flodl-hf[serve]'``.
 """

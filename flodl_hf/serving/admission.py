@@ -13,13 +13,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
+import mmap
+import os
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 from typing import Any
 
-from flodl_hf.serving.http_errors import RefusedError
+from flodl_hf.checkpoints.system import process_lock
+from flodl_hf.serving.responses import RefusedError
 from flodl_hf.serving.settings import Settings
-from flodl_hf.serving.shared_counters import SharedCounters
 
 # Initial estimate for English word pieces; measurements replace it.
 CHARACTERS_PER_TOKEN = 4.0
@@ -63,6 +68,119 @@ def count_characters(items: Any) -> int:
     return 0
 
 
+class SharedCounters:
+    """Counters of current requests by API key, in memory of one process or shared by several.
+
+    Each process writes only its own cells and reads all, without locks, so a stopped process blocks no other; the cells
+    of a killed process are cleared. A process sees its own writes only after the others can see them, so of two
+    processes that count themselves and then read, at least one sees the other. The token buckets of keys are common to
+    all processes and protected by a system lock.
+
+    Args:
+        keys: identifiers of all API keys.
+        processes: number of processes.
+        number: index of this process.
+        descriptor: file descriptor of shared memory (`shared_memory`); None uses memory of this process.
+
+    Attributes:
+        places: index of each key.
+        closed: number of closed connections of each process.
+        full_at: time at which the token bucket of each key is full, by ``time.monotonic``.
+    """
+
+    def __init__(
+        self, keys: Sequence[str] = ("",), processes: int = 1, number: int = 0, descriptor: int | None = None
+    ) -> None:
+        self.places = {key: place for place, key in enumerate(keys)}
+        self._number, self._descriptor, self._fence = number, descriptor, Lock()
+        size = _bytes_of(len(keys), processes)
+        memory = memoryview(bytearray(size) if descriptor is None else mmap.mmap(descriptor, size))
+        whole, ends = memory.cast("q"), range(0, (3 + 2 * len(keys)) * processes, processes)
+        self._rows = [whole[at : at + processes] for at in ends]
+        self._inside, self._tokens, self.closed = self._rows[:3]
+        self._of_key, self._tokens_of_key = self._rows[3 : 3 + len(keys)], self._rows[3 + len(keys) :]
+        times = memory.cast("d")[len(self._rows) * processes :]
+        self._calm, self.full_at = times[:1], times[1:]
+        if descriptor is None:
+            self.calm = time.monotonic()
+
+    @property
+    def inside(self) -> int:
+        """Number of current requests."""
+        return sum(self._inside)
+
+    @property
+    def tokens(self) -> int:
+        """Estimated tokens of the current requests."""
+        return sum(self._tokens)
+
+    @property
+    def calm(self) -> float:
+        """When the queue was short for the last time, by ``time.monotonic``, which all processes of a host share."""
+        return self._calm[0]
+
+    @calm.setter
+    def calm(self, now: float) -> None:
+        self._calm[0] = now
+
+    def of_key(self, key: str) -> int:
+        """Return the number of current requests of a key."""
+        return sum(self._of_key[self.places[key]])
+
+    def tokens_of_key(self, key: str) -> int:
+        """Return the estimated tokens of the current requests of a key."""
+        return sum(self._tokens_of_key[self.places[key]])
+
+    def tokens_of_others(self, key: str) -> list[int]:
+        """Return the tokens of each other key."""
+        return [sum(row) for place, row in enumerate(self._tokens_of_key) if place != self.places[key]]
+
+    def count(self, key: str, requests: int, tokens: int) -> None:
+        """Add to the counters of this process."""
+        me, place = self._number, self.places[key]
+        self._inside[me] += requests
+        self._tokens[me] += tokens
+        self._of_key[place][me] += requests
+        self._tokens_of_key[place][me] += tokens
+        if self._descriptor is not None:
+            # Processors may reorder a read before an earlier write, but not across a lock instruction.
+            with self._fence:
+                pass
+
+    def exclusive_lock(self) -> AbstractContextManager[None]:
+        """Return a cross-process lock."""
+        return nullcontext() if self._descriptor is None else process_lock(self._descriptor)
+
+    def close(self) -> None:
+        """Count a closed connection of this process."""
+        self.closed[self._number] += 1
+
+    def clear(self, number: int) -> None:
+        """Set the counters of an ended process to 0."""
+        for row in self._rows:
+            row[number] = 0
+
+
+def _bytes_of(keys: int, processes: int) -> int:
+    return ((3 + 2 * keys) * processes + 1 + keys) * 8
+
+
+def shared_memory(keys: int, processes: int) -> int:
+    """Return the file descriptor of shared memory, which is freed with the last process that uses it.
+
+    Args:
+        keys: number of API keys.
+        processes: number of processes.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("flodl-hf")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.truncate(descriptor, _bytes_of(keys, processes))
+    return descriptor
+
+
 class Admission:
     """Admits requests, or refuses them with 429 if the limits of the current requests are reached.
 
@@ -78,16 +196,7 @@ class Admission:
         """Tokens per second of all devices at full load; 0 while unknown."""
         self.full = 0
         """Tokens of one full batch of every worker."""
-        self._characters = CHARACTERS_PER_TOKEN
-
-    def tokens_of(self, characters: int) -> int:
-        """Return the estimated number of tokens of some characters."""
-        return int(characters / self._characters) + 1
-
-    def update_estimate(self, characters: int, tokens: int) -> None:
-        """Update the estimate of characters per token."""
-        if tokens > 16:
-            self._characters += 0.05 * (min(20.0, max(0.5, characters / tokens)) - self._characters)
+        self.characters_per_token = CHARACTERS_PER_TOKEN
 
     @property
     def wait_s(self) -> float:
@@ -104,9 +213,8 @@ class Admission:
         if not self.rate:
             return 0.0
         mine = self.counters.tokens_of_key(key)
-        if mine == self.counters.tokens:
-            return mine / self.rate
-        return (mine + sum(min(others, mine + tokens) for others in self.counters.tokens_of_others(key))) / self.rate
+        others = [] if mine == self.counters.tokens else self.counters.tokens_of_others(key)
+        return (mine + sum(min(other, mine + tokens) for other in others)) / self.rate
 
     def longest_wait(self, now: float) -> float:
         """Return the longest waiting time with which a request is admitted now.
@@ -114,11 +222,11 @@ class Admission:
         Args:
             now: time of ``time.monotonic``.
         """
-        settings = self.settings
+        settings, counters = self.settings, self.counters
         short = max(settings.max_wait_s, BUSY_BATCHES * self.full / self.rate if self.rate else 0.0)
         if self.wait_s < LOAD_THRESHOLD * short:
-            self.counters.calm = now
-        stays = now - self.counters.calm > OVERLOAD_GRACE_S and self.counters.inside >= MIN_QUEUE
+            counters.calm = now
+        stays = now - counters.calm > OVERLOAD_GRACE_S and counters.inside >= MIN_QUEUE
         return min(short, settings.max_queue_s) if stays else settings.max_queue_s
 
     def admit(self, key: str, tokens: int, left_s: float = math.inf) -> _Inside:
@@ -132,34 +240,29 @@ class Admission:
         Raises:
             RefusedError: a limit is reached; ``after_s`` is the time to retry.
         """
-        others, wait, longest = self.counters.inside, 0.0, math.inf
-        if others:
+        settings, counters, wait, longest = self.settings, self.counters, 0.0, math.inf
+        if counters.inside:
             wait, longest = self.wait_of(key, tokens), self.longest_wait(time.monotonic())
         else:
-            self.counters.calm = time.monotonic()
+            counters.calm = time.monotonic()
         # Counted before the check: of simultaneous requests in several processes, each is visible to the other or sees
         # it, so that together they never exceed a limit.
         self.count(key, 1, tokens)
         try:
-            self._check(key)
+            others, most = counters.inside - 1, settings.max_key_concurrent
+            if others >= settings.max_concurrent:
+                raise self._refused(f"{others} concurrent requests, the maximum")
+            if most is not None and (mine := counters.of_key(key) - 1) >= most:
+                raise self._refused(f"{mine} concurrent requests of this key, the maximum")
             if wait > longest or wait > left_s > 0:
                 raise self._refused(f"the queue takes {wait:.1f} s")
-            if self.settings.max_key_tokens is not None:
-                with self.counters.exclusive_lock():
-                    self._take_from_token_bucket(key, tokens, self.settings.max_key_tokens)
+            if settings.max_key_tokens is not None:
+                with counters.exclusive_lock():
+                    self._take_from_token_bucket(key, tokens, settings.max_key_tokens)
         except RefusedError:
             self.count(key, -1, -tokens)
             raise
         return _Inside(self, key, tokens)
-
-    def _check(self, key: str) -> None:
-        """Raise if a request, which is already counted, exceeds a limit."""
-        settings, others = self.settings, self.counters.inside - 1
-        if others >= settings.max_concurrent:
-            raise self._refused(f"{others} concurrent requests, the maximum")
-        most = settings.max_key_concurrent
-        if most is not None and (mine := self.counters.of_key(key) - 1) >= most:
-            raise self._refused(f"{mine} concurrent requests of this key, the maximum")
 
     def count(self, key: str, requests: int, tokens: int) -> None:
         """Update the counters when requests start or end."""
@@ -169,14 +272,13 @@ class Admission:
 
     def _take_from_token_bucket(self, key: str, tokens: int, most: int) -> None:
         """Take tokens from the key's per-minute token bucket."""
-        now = time.monotonic()
-        left = most - max(0.0, self.counters.whole_at(key) - now) * most / 60
+        now, place = time.monotonic(), self.counters.places[key]
+        left = most - max(0.0, self.counters.full_at[place] - now) * most / 60
         # A request larger than the limit per minute is admitted if the bucket is full.
         if left < min(tokens, most):
-            raise self._refused(
-                f"this key has used its {most} tokens per minute", (min(tokens, most) - left) * 60 / most
-            )
-        self.counters.spend(key, now + (most - left + tokens) * 60 / most)
+            after_s = (min(tokens, most) - left) * 60 / most
+            raise self._refused(f"this key has used its {most} tokens per minute", after_s)
+        self.counters.full_at[place] = now + (most - left + tokens) * 60 / most
 
     def _refused(self, why: str, after_s: float | None = None) -> RefusedError:
         after = math.ceil(max(1.0, min(60.0, self.wait_s / 2 if after_s is None else after_s)))

@@ -1,4 +1,4 @@
-"""ASGI application: routes, status pages, and start and stop of the workers."""
+"""ASGI application: routes, status pages, OpenAPI document, and start and stop of the workers."""
 
 from __future__ import annotations
 
@@ -6,38 +6,32 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.routing import Route
+from starlette.routing import Route as HttpRoute
 
 from flodl.errors import nearest
-from flodl_hf.serving.admission import Admission
-from flodl_hf.serving.endpoint import (
-    Endpoint,
-    Receive,
+from flodl_hf.serving.endpoint import Endpoint, Receive, check_key
+from flodl_hf.serving.responses import (
+    KINDS,
+    RefusedError,
     Scope,
     Send,
-    check_key,
     encoded,
+    error_response,
     send_error,
     send_response,
 )
-from flodl_hf.serving.http_errors import RefusedError, Style, error_response
-from flodl_hf.serving.metrics import Metrics
-from flodl_hf.serving.openapi import below_model, openapi
 from flodl_hf.serving.routes import ROUTES
-from flodl_hf.serving.routes.route import AppState, CollectMetrics, model_named
+from flodl_hf.serving.routes.route import AppState, Route, model_named, schema_of
 from flodl_hf.serving.settings import Settings
-from flodl_hf.serving.shared_counters import SharedCounters
-from flodl_hf.serving.traces import Traces
-from flodl_hf.serving.worker_processes import Processes
-from flodl_hf.serving.workers import Workers
+from flodl_hf.serving.workers import Processes
 from flodl_hf.workers.messages import as_json
 
 LOG = logging.getLogger("flodl_hf.serving")
@@ -72,86 +66,43 @@ def create_app(settings: Settings) -> Starlette:
     Raises:
         ConfigError: traces cannot be sent.
     """
-    state = new_state(settings)
-    processes = Processes(settings, state.workers)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        if not state.workers.ready:
-            await processes.start()
-        try:
-            yield
-        finally:
-            await processes.close()
-            await close_state(state)
-
-    app = make_app(state, lifespan)
-    app.state.processes = processes
-    return app
+    state = AppState(settings)
+    return make_app(state, Processes(settings, state.workers))
 
 
-def new_state(
-    settings: Settings, counters: SharedCounters | None = None, collect_metrics: CollectMetrics | None = None
-) -> AppState:
-    """Return the state that all routes share.
-
-    Args:
-        settings: the server's settings.
-        counters: counters of current requests; None creates counters for this process only.
-        collect_metrics: function that returns the metrics of all HTTP processes; None if there is one process.
-
-    Raises:
-        ConfigError: traces cannot be sent.
-    """
-    metrics = Metrics()
-    admission = Admission(settings, counters)
-    queue, fill = metrics.metric("flodl_queue_tokens"), metrics.metric("flodl_batch_fill")
-    sizes, lengths = metrics.metric("te_batch_next_size"), metrics.metric("te_batch_next_tokens")
-    times = metrics.metric("flodl_batch_seconds")
-
-    def on_batches(ran: list[Any], queued: int) -> None:
-        queue.value = queued
-        if not ran:
-            return
-        admission.rate = state.workers.rate
-        admission.full = state.workers.max_batch_tokens * len(state.workers.pids)
-        metrics.last_batch = time.monotonic()
-        for rows, tokens, seconds in ran:
-            sizes.add(rows)
-            lengths.add(tokens)
-            times.add(seconds)
-            fill.value = tokens / state.workers.max_batch_tokens
-
-    traces = None if settings.otlp_endpoint is None else Traces(settings.otlp_endpoint)
-    state = AppState(settings, Workers(settings, on_batches), admission, metrics, traces, collect_metrics)
-    return state
-
-
-def make_app(state: AppState, lifespan: Any) -> Starlette:
+def make_app(state: AppState, processes: Processes | None) -> Starlette:
     """Return an application with all routes.
 
     Args:
         state: the shared state.
-        lifespan: Starlette's lifespan.
+        processes: the worker processes; None if another process owns them.
     """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        if processes is not None and not state.workers.ready.is_set():
+            await processes.start()
+        try:
+            yield
+        finally:
+            if processes is not None:
+                await processes.close()
+            if state.traces is not None:  # the remaining ones are sent
+                await asyncio.to_thread(state.traces.close)
+
     endpoints = {route.path: Endpoint(state, route) for route in ROUTES}
-    posts = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+    posts = [HttpRoute(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     below = [
-        Route(below_model(path).replace("{name}", "{name:path}"), endpoint, methods=["POST"])
+        HttpRoute(_below_model(path).replace("{name}", "{name:path}"), endpoint, methods=["POST"])
         for path, endpoint in endpoints.items()
     ]
-    app = _App(endpoints, routes=[*posts, *_status_routes(state), *below], lifespan=lifespan)
+    gets = [HttpRoute(one.path.replace("{name}", "{name:path}"), one, methods=["GET"]) for one in _status_pages(state)]
+    app = _App(endpoints, routes=[*posts, *gets, *below], lifespan=lifespan)
     app.router.redirect_slashes = False
-    app.add_exception_handler(404, _not_found)
-    app.add_exception_handler(405, _not_found)
-    app.state.server = state
+    for status in (404, 405):
+        app.add_exception_handler(status, _not_found)
+    app.state.server, app.state.processes = state, processes
     return app
-
-
-async def close_state(state: AppState) -> None:
-    """Send the remaining traces."""
-    if state.traces is not None:
-        await asyncio.to_thread(state.traces.close)
 
 
 class _App(Starlette):
@@ -162,7 +113,7 @@ class _App(Starlette):
         **options: of Starlette.
     """
 
-    def __init__(self, endpoints: Mapping[str, Endpoint], **options: Any) -> None:
+    def __init__(self, endpoints: dict[str, Endpoint], **options: Any) -> None:
         super().__init__(**options)
         self._endpoints = endpoints
 
@@ -180,19 +131,19 @@ async def _not_found(request: Any, fault: Any) -> Any:
     from starlette.responses import Response
 
     path, headers = request.url.path[:200], dict(fault.headers or {})
-    style: Style = "openai" if path.startswith("/v1/") else "cohere" if path.startswith("/v2/") else "tei"
     if taken := ", ".join(sorted(filter(None, headers.get("Allow", "").split(", ")))):
         message = f"{path}: found method {request.method}, expected {taken}"
     else:
         hint = nearest(path, [route.path for route in ROUTES])
         message = f"{request.method} {path}: no such route{hint}; see /openapi.json"
+    style = "openai" if path.startswith("/v1/") else "cohere" if path.startswith("/v2/") else "tei"
     _, body, _ = error_response(RefusedError(message, "path"), style)
     return Response(as_json(body), status_code=fault.status_code, headers=headers, media_type="application/json")
 
 
 @dataclass(frozen=True, eq=False)
 class _StatusPage:
-    """A GET route with information about the server."""
+    """A GET route with information about the server; a page with an API key unless it is public."""
 
     state: AppState
     path: str
@@ -202,11 +153,13 @@ class _StatusPage:
     public: bool = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 200
         try:
             if not self.public:
                 check_key(self.state, dict(scope["headers"]))
-            found = self.what(**scope.get("path_params", {}))
-            status, body = found if isinstance(found, tuple) else await found
+            body = self.what(**scope.get("path_params", {}))
+            if asyncio.iscoroutine(body):
+                status, body = await body
         except RefusedError as fault:
             await send_error(scope, send, fault, "openai" if scope["path"].startswith("/v1/") else "tei")
             return
@@ -216,74 +169,73 @@ class _StatusPage:
         await send_response(scope, send, status, self.kind, [data], encoded(headers))
 
 
-def _status_routes(state: AppState) -> list[Route]:
+def _status_pages(state: AppState) -> list[_StatusPage]:
     """Return the GET routes with information about the server."""
+    workers = state.workers
 
-    def ready() -> tuple[int, Any]:
-        if state.workers.ready:
+    async def ready() -> tuple[int, Any]:
+        if workers.ready.is_set():
             return 200, {"ready": True}
         return 503, {"error": "no worker process is running", "error_type": "Unhealthy"}
 
     async def metrics_text() -> tuple[int, Any]:
-        workers = state.workers
-        metrics, processes, restarts = (
-            (state.metrics, 1, 0) if state.collect_metrics is None else await state.collect_metrics()
-        )
-        metrics.set("te_queue_size", state.admission.counters.inside)
-        metrics.set("flodl_queue_seconds", state.admission.wait_s)
-        metrics.set("flodl_tokens_per_second", state.admission.rate)
-        metrics.set("flodl_device_peak_operations", workers.peak)
-        metrics.set("flodl_device_share", metrics.operations.now() / workers.peak if workers.peak else 0.0)
-        metrics.set("flodl_worker_restarts_total", workers.restarts)
-        metrics.set("flodl_workers", len(workers.pids))
-        metrics.set("flodl_http_processes", processes)
-        metrics.set("flodl_http_process_restarts_total", restarts)
-        metrics.set("flodl_ready", float(workers.ready))
+        metrics, processes, restarts = state.metrics, 1, 0
+        if state.collect_metrics is not None:
+            metrics, processes, restarts = await state.collect_metrics()
+        peak = workers.peak
+        for name, value in {
+            "te_queue_size": state.admission.counters.inside,
+            "flodl_queue_seconds": state.admission.wait_s,
+            "flodl_tokens_per_second": state.admission.rate,
+            "flodl_device_peak_operations": peak,
+            "flodl_device_share": metrics.operations.now() / peak if peak else 0.0,
+            "flodl_worker_restarts_total": workers.restarts,
+            "flodl_workers": len(workers.active),
+            "flodl_http_processes": processes,
+            "flodl_http_process_restarts_total": restarts,
+            "flodl_ready": float(workers.ready.is_set()),
+        }.items():
+            metrics.set(name, value)
         return 200, metrics.text().encode()
 
-    text, html = "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
+    def model(name: str) -> dict[str, Any]:
+        name = model_named(workers.models, name)
+        info = workers.models[name]
+        base = info.get("base")
+        return {"id": name, "object": "model", "created": 0, "owned_by": "flodl-hf", "parent": base, **info}
 
-    def one_model(name: str) -> tuple[int, Any]:
-        return 200, _model(model_named(state.workers.models, name), state)
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model(name) for name in workers.models]}
 
-    def described() -> tuple[int, Any]:
+    def test_page() -> bytes:
+        known = {
+            name: {part: info[part] for part in ("head", "tasks", "mask")} for name, info in workers.models.items()
+        }
+        template = (files("flodl_hf.serving") / "page.html").read_text("utf-8")
+        # A model name must not end the script element, so "<" is escaped.
+        return template.replace("@MODELS@", json.dumps(known).replace("<", "\\u003c")).encode()
+
+    def document() -> dict[str, Any]:
         listed = [(page.path, page.summary, page.public) for page in pages]
-        return 200, openapi(ROUTES, listed, keys=bool(state.settings.api_keys))
+        return openapi(ROUTES, listed, keys=bool(state.settings.api_keys))
 
-    page = partial(_StatusPage, state)
+    text, html, page = (
+        "text/plain; version=0.0.4; charset=utf-8",
+        "text/html; charset=utf-8",
+        partial(_StatusPage, state),
+    )
     pages = [
         *(page(path, "200 if requests are answered", ready) for path in ("/health", "/ready", "/ping")),
-        page("/live", "200 while the HTTP process runs", lambda: (200, {"live": True})),
+        page("/live", "200 while the HTTP process runs", lambda: {"live": True}),
         page("/metrics", "metrics in Prometheus' text format", metrics_text, text),
-        page("/info", "models, limits and version", lambda: (200, _info(state)), public=False),
-        page("/v1/models", "served models", lambda: (200, _models(state)), public=False),
-        page("/v1/models/{name}", "one served model", one_model, public=False),
-        page("/openapi.json", "this document", described),
-        page("/docs", "Swagger page of this document", lambda: (200, _SWAGGER), html),
-        page("/", "HTML page to try each model", lambda: (200, _page(state.workers.models)), html),
+        page("/info", "models, limits and version", partial(_info, state), public=False),
+        page("/v1/models", "served models", models, public=False),
+        page("/v1/models/{name}", "one served model", model, public=False),
+        page("/openapi.json", "this document", document),
+        page("/docs", "Swagger page of this document", lambda: _SWAGGER, html),
+        page("/", "HTML page to try each model", test_page, html),
     ]
-    return [Route(one.path.replace("{name}", "{name:path}"), one, methods=["GET"]) for one in pages]
-
-
-@cache
-def _template() -> str:
-    return (files("flodl_hf.serving") / "page.html").read_text("utf-8")
-
-
-def _page(models: Mapping[str, dict[str, Any]]) -> bytes:
-    """Return the HTML page to try each model."""
-    known = {name: {part: info[part] for part in ("head", "tasks", "mask")} for name, info in models.items()}
-    # A model name must not end the script element, so "<" is escaped.
-    return _template().replace("@MODELS@", json.dumps(known).replace("<", "\\u003c")).encode()
-
-
-def _models(state: AppState) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(name, state) for name in state.workers.models]}
-
-
-def _model(name: str, state: AppState) -> dict[str, Any]:
-    info = state.workers.models[name]
-    return {"id": name, "object": "model", "created": 0, "owned_by": "flodl-hf", "parent": info.get("base"), **info}
+    return pages
 
 
 def _info(state: AppState) -> dict[str, Any]:
@@ -315,7 +267,7 @@ def _info(state: AppState) -> dict[str, Any]:
         "docker_label": None,
         "models": state.workers.models,
         "devices": list(settings.devices),
-        "workers": state.workers.devices,
+        "workers": [worker.info["device"] for worker in state.workers.active],
     }
 
 
@@ -334,3 +286,64 @@ async def reload_on(processes: Processes, event: asyncio.Event) -> None:
             LOG.info("reloaded")
         except Exception:
             LOG.exception("reload failed; the previous models remain in use")
+
+
+def openapi(routes: Sequence[Route], pages: Sequence[tuple[str, str, bool]], *, keys: bool) -> dict[str, Any]:
+    """Return the OpenAPI document.
+
+    Args:
+        routes: all routes.
+        pages: path, summary and whether it is accessible without a key, of each GET route.
+        keys: whether requests need an API key.
+    """
+    from flodl_hf.checkpoints.version import own_version
+
+    paths: dict[str, Any] = {route.path: {"post": _operation(route)} for route in routes}
+    name = {
+        "name": "name", "in": "path", "required": True, "description": "name of a served model",
+        "schema": {"type": "string"},
+    }  # fmt: skip
+    for path, summary, public in pages:
+        described: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": summary}}}
+        if "{name}" in path:
+            described["parameters"] = [name]
+        if keys and public:
+            described["security"] = []
+        paths.setdefault(path, {})["get"] = described
+    for route in routes:
+        operation = _operation(route)
+        operation |= {"operationId": f"model_{operation['operationId']}", "parameters": [name]}
+        paths[_below_model(route.path)] = {"post": operation}
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "flodl-hf serve", "version": own_version(), "description": "Encoders with every head."},
+        "paths": paths,
+    }
+    if keys:
+        found["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        found["security"] = [{"key": []}]
+    return found
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    # Without 499, which only logs contain.
+    statuses = {at_tei if route.style == "tei" else elsewhere for at_tei, elsewhere, _ in KINDS.values()} - {499}
+    answers = {str(status): HTTPStatus(status).phrase for status in statuses}
+    answers |= {
+        "200": "the result; also as application/msgpack, and vectors as application/x-npy",
+        "429": "too many requests; Retry-After contains the time to retry",
+        "503": "no worker process is running, or it ended",
+        "504": "timeout",
+    }
+    return {
+        "summary": route.summary,
+        "tags": [route.group],
+        "operationId": route.path.strip("/").replace("/", "_").replace("-", "_") or "root",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(route.fields)}}},
+        "responses": {status: {"description": text} for status, text in sorted(answers.items())},
+    }
+
+
+def _below_model(path: str) -> str:
+    """Return a route's path below the name of a model."""
+    return f"/models/{{name}}/-{'' if path == '/' else path}"

@@ -9,17 +9,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from flodl_hf.serving.admission import key_id
-from flodl_hf.serving.http_errors import RefusedError, Style, error_response
 from flodl_hf.serving.metrics import RequestMetrics
-from flodl_hf.serving.protocol import CYCLE, write_response
-from flodl_hf.serving.response_encoding import Part, encode_response, response_format
-from flodl_hf.serving.routes.fields import read
-from flodl_hf.serving.routes.route import AppState, Request, Route
-from flodl_hf.workers.messages import as_json, from_json
+from flodl_hf.serving.responses import (
+    RefusedError,
+    Scope,
+    Send,
+    encode_response,
+    encoded,
+    response_format,
+    send_error,
+    send_response,
+)
+from flodl_hf.serving.routes.route import AppState, Request, Route, read
+from flodl_hf.workers.messages import from_json
 
 LOG = logging.getLogger("flodl_hf.serving")
 # The rest of a body that is too large is read and discarded for this time, so that the client sees the response instead
@@ -30,17 +36,13 @@ CHECK_S = 0.25
 # Brackets are counted in bodies of at least this size.
 LARGE_BODY = 1 << 18
 
-Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Headers = dict[bytes, bytes]
+"""Request headers by lower-case name; the last of duplicates."""
 
 
 class _GoneError(Exception):
     """The client disconnected."""
-
-
-Headers = dict[bytes, bytes]
-"""Request headers by lower-case name; the last of duplicates."""
 
 
 def header(headers: Headers, name: bytes, default: str = "") -> str:
@@ -65,55 +67,6 @@ def check_key(state: AppState, headers: Headers) -> str:
     return found
 
 
-async def send_response(
-    scope: Scope, send: Send, status: int, kind: str, parts: list[Part], headers: bytes = b""
-) -> None:
-    """Send a response, releasing each part after it was sent; ``parts`` is empty afterwards.
-
-    Args:
-        scope: ASGI scope.
-        send: ASGI function.
-        status: HTTP status.
-        kind: media type.
-        parts: parts of the body.
-        headers: further headers; each ends with a line break.
-    """
-    size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
-    head = _HEAD % (kind.encode(), size, headers)
-    if len(parts) == 1 and scope["method"] != "HEAD" and write_response(scope, status, head, parts[0]):
-        return
-    listed = [tuple(line.split(b": ", 1)) for line in head.splitlines()]
-    await send({"type": "http.response.start", "status": status, "headers": listed})
-    parts.reverse()
-    while parts:
-        await send({"type": "http.response.body", "body": bytes(parts.pop()), "more_body": bool(parts)})
-
-
-_HEAD = b"content-type: %b\r\ncontent-length: %d\r\nx-content-type-options: nosniff\r\ncache-control: no-store\r\n%b"
-
-
-async def send_error(scope: Scope, send: Send, fault: RefusedError, style: Style, *, close: bool = False) -> int:
-    """Send an error response and return its status."""
-    status, body, headers = error_response(fault, style)
-    if close:
-        scope.pop(CYCLE, None)  # uvicorn closes the connection
-        headers["connection"] = "close"
-    await send_response(scope, send, status, "application/json", [as_json(body)], encoded(headers))
-    return status
-
-
-def encoded(headers: Mapping[str, str]) -> bytes:
-    """Return headers as they are sent; characters outside Latin-1 are replaced.
-
-    Raises:
-        ValueError: a header contains a line break, which would end it.
-    """
-    lines = [f"{name}: {value}" for name, value in headers.items()]
-    if wrong := [line for line in lines if "\r" in line or "\n" in line]:
-        raise ValueError(f"response headers: found a line break in {wrong[0][:80]!r}, expected one line")
-    return "".join([f"{line}\r\n" for line in lines]).encode("latin-1", "replace")
-
-
 class Endpoint:
     """ASGI application of one route.
 
@@ -132,7 +85,7 @@ class Endpoint:
         """Answer one request."""
         state, route, settings = self.state, self.route, self.state.settings
         started = time.perf_counter()
-        self._metrics.started()
+        self._metrics.of_route("te_request_count").add(1)
         trace = None if state.traces is None else state.traces.begin(scope, route.path)
         request: Request | None = None
         status, word = 200, ""
@@ -140,19 +93,13 @@ class Endpoint:
         try:
             headers = dict(scope["headers"])
             key = check_key(state, headers)
-            form = response_format(header(headers, b"accept"))
-            body = _parsed(await self._body(headers, receive, watch), settings.max_tokens)
+            form = response_format(header(headers, b"accept")[:1000])
+            body = _parsed(await _body(headers, receive, watch, settings.max_body), settings.max_tokens)
             watch.read = True
-            request = Request(
-                state,
-                route,
-                read(route.fields, body, most=settings.max_inputs),
-                key,
-                time.monotonic() + _timeout(headers, settings.timeout_s),
-                scope.get("path_params", {}).get("name"),
-                _priority(headers),
-                trace,
-            )
+            fields = read(route.fields, body, most=settings.max_inputs)
+            until, priority = time.monotonic() + _timeout(headers, settings.timeout_s), _priority(headers)
+            name = scope.get("path_params", {}).get("name")
+            request = Request(state, route, fields, key, until, name, priority, trace)
             del body
             reply = await route.answer(request)
             if trace is not None:
@@ -182,47 +129,6 @@ class Endpoint:
             trace.end(status, word, request)
         # The response is written in the next iteration of the loop; metrics are updated after that.
         watch.loop.call_soon(self._metrics.finished, request, status, word, time.perf_counter() - started)
-
-    async def _body(self, headers: Headers, receive: Receive, watch: _Watch) -> bytes:
-        most = self.state.settings.max_body
-        kind = header(headers, b"content-type", "application/json")
-        length = header(headers, b"content-length", "0")
-        large = not length.isdecimal() or int(length[:19]) > most or len(length) > 18
-        parts: list[bytes] = []
-        size, more = 0, not large
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _GoneError
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            large = size > most
-            more = message.get("more_body", False) and not large
-        if large:
-            parts.clear()
-            watch.close()  # the answer is known, however late the rest arrives
-            await self._discarded(receive, 16 * most)
-            raise RefusedError(f"the body has more than {most} bytes. Send fewer texts in a request.", "size")
-        if "json" not in kind.lower():
-            raise RefusedError(f"content-type is {kind[:60]!r}; expected application/json", "media")
-        encoding = header(headers, b"content-encoding", "identity")
-        if encoding.strip().lower() != "identity":
-            raise RefusedError(
-                f"content-encoding is {encoding[:60]!r}; expected a body that is not compressed", "media"
-            )
-        return b"".join(parts)
-
-    async def _discarded(self, receive: Receive, most: int) -> None:
-        """Read and discard the rest of a body for a limited time."""
-        size, more = 0, True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DISCARD_S):
-                while more and size <= most:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _GoneError
-                    size += len(message.get("body", b""))
-                    more = message.get("more_body", False)
 
     def _measurements(self, request: Request, started: float) -> bytes:
         """Return the response headers with times and counts."""
@@ -298,6 +204,44 @@ class _Watch:
         self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
+
+
+async def _body(headers: Headers, receive: Receive, watch: _Watch, most: int) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        RefusedError: it is larger than ``most`` bytes, or not JSON.
+    """
+    length, parts = header(headers, b"content-length", "0"), list[bytes]()
+    large = not length.isdecimal() or int(length[:19]) > most or len(length) > 18
+    if large or await _receive(receive, most, parts):
+        parts.clear()
+        watch.close()  # the answer is known, however late the rest arrives
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                await _receive(receive, 16 * most, None)
+        raise RefusedError(f"the body has more than {most} bytes. Send fewer texts in a request.", "size")
+    kind, encoding = header(headers, b"content-type", "json"), header(headers, b"content-encoding", "identity")
+    if "json" not in kind.lower():
+        raise RefusedError(f"content-type is {kind[:60]!r}; expected application/json", "media")
+    if encoding.strip().lower() != "identity":
+        raise RefusedError(f"content-encoding is {encoding[:60]!r}; expected a body that is not compressed", "media")
+    return b"".join(parts)
+
+
+async def _receive(receive: Receive, most: int, parts: list[bytes] | None) -> bool:
+    """Append the parts of a body to a list, or discard them; return True if it has more than ``most`` bytes."""
+    size, more = 0, True
+    while more and size <= most:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _GoneError
+        part = message.get("body", b"")
+        size += len(part)
+        if parts is not None:
+            parts.append(part)
+        more = message.get("more_body", False)
+    return size > most
 
 
 def _parsed(body: bytes, most: int) -> Any:

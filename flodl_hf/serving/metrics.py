@@ -6,16 +6,19 @@ docs/decisions. All updates happen in the event loop's thread.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import math
+import select
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, TextIO
 
-from flodl_hf.serving.log import log_event
+from flodl_hf.workers.messages import as_json
 
 LOG = logging.getLogger("flodl_hf.serving")
 
@@ -73,16 +76,6 @@ class Counter:
         """Add a value."""
         self.value += value
 
-    take = add
-
-    def dump(self) -> list[Any]:
-        """Return the arguments of `take`."""
-        return [self.value]
-
-    def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """Return the lines of Prometheus' text format."""
-        return [f"{name}{_braced(labels)} {_number(self.value)}"]
-
 
 class Histogram:
     """Counts of values up to each of some bounds."""
@@ -98,23 +91,6 @@ class Histogram:
         """Add a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
-
-    def take(self, counts: Sequence[int], total: float) -> None:
-        """Add the values of another histogram."""
-        self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
-        self.sum += total
-
-    def dump(self) -> list[Any]:
-        """Return the arguments of `take`."""
-        return [self.counts, self.sum]
-
-    def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """Return the lines of Prometheus' text format."""
-        bounds = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
-        totals = list(accumulate(self.counts))
-        found = [f"{name}_bucket{_braced({**labels, 'le': b})} {n}" for b, n in zip(bounds, totals, strict=True)]
-        end = _braced(labels)
-        return [*found, f"{name}_sum{end} {_number(self.sum)}", f"{name}_count{end} {totals[-1]}"]
 
 
 class Rate:
@@ -166,13 +142,12 @@ class Metrics:
 
     def dump(self) -> dict[str, Any]:
         """Return all metrics as JSON types, for `merged`."""
-        return {
-            "last_batch": self.last_batch,
-            "operations": self.operations.now(),
-            "metrics": [
-                [name, labels, *metric.dump()] for name, by in self._metrics.items() for labels, metric in by.items()
-            ],
-        }
+        listed = []
+        for name, by_labels in self._metrics.items():
+            for labels, metric in by_labels.items():
+                values = [metric.value] if isinstance(metric, Counter) else [metric.counts, metric.sum]
+                listed.append([name, labels, *values])
+        return {"last_batch": self.last_batch, "operations": self.operations.now(), "metrics": listed}
 
     def take(self, dump: Mapping[str, Any]) -> None:
         """Add the metrics of another process; the process with the last batch determines gauges.
@@ -185,18 +160,29 @@ class Metrics:
         self.operations.add(dump["operations"] * self.operations.over_s)
         for name, labels, *values in dump["metrics"]:
             metric = self.metric(name, **dict(labels))
-            if _KNOWN[name][0] != "gauge":
-                metric.take(*values)
+            if isinstance(metric, Histogram):
+                metric.counts = [mine + more for mine, more in zip(metric.counts, values[0], strict=True)]
+                metric.sum += values[1]
+            elif _KNOWN[name][0] != "gauge":
+                metric.value += values[0]
             elif later:
                 metric.value = values[0]
 
     def text(self) -> str:
         """Return all metrics in Prometheus' text format (version 0.0.4)."""
         lines: list[str] = []
-        for name, (kind, summary, _) in _KNOWN.items():
+        for name, (kind, summary, bounds) in _KNOWN.items():
             lines += [f"# HELP {name} {summary}", f"# TYPE {name} {kind}"]
-            for labels, metric in self._metrics.get(name, {} if kind == "counter" else {(): _made(name)}).items():
-                lines += metric.lines(name, dict(labels))
+            unused = {} if kind == "counter" else {(): _made(name)}
+            for key, metric in self._metrics.get(name, unused).items():
+                labels = dict(key)
+                if isinstance(metric, Counter):
+                    lines.append(f"{name}{_braced(labels)} {_number(metric.value)}")
+                    continue
+                totals, end = list(accumulate(metric.counts)), _braced(labels)
+                for bound, total in zip((*(f"{bound:g}" for bound in bounds), "+Inf"), totals, strict=True):
+                    lines.append(f"{name}_bucket{_braced({**labels, 'le': bound})} {total}")
+                lines += [f"{name}_sum{end} {_number(metric.sum)}", f"{name}_count{end} {totals[-1]}"]
         return "\n".join(lines) + "\n"
 
 
@@ -218,26 +204,22 @@ def _made(name: str) -> Counter | Histogram:
 
 
 def _braced(labels: Mapping[str, str]) -> str:
-    pairs = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
-    return f"{{{pairs}}}" if pairs else ""
+    pairs = []
+    for name, value in labels.items():
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        pairs.append(f'{name}="{escaped}"')
+    return f"{{{','.join(pairs)}}}" if pairs else ""
 
 
 def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
 # ---- requests -----------------------------------------------------------------------------------------
 
 
-_WORDS = (("embed", "te_embed_count"), ("rerank", "te_rerank_count"), ("predict", "te_predict_count"))
-
-
 class RequestMetrics:
-    """Metrics of the requests of one route.
+    """Metrics and log of the requests of one route.
 
     Args:
         state: the shared `flodl_hf.serving.routes.route.AppState`.
@@ -247,16 +229,12 @@ class RequestMetrics:
     def __init__(self, state: Any, route: Any) -> None:
         self.state, self.route = state, route
         metric = state.metrics.metric
-        self._of_route = cache(lambda name: metric(name, method=route.path))
+        self.of_route = cache(lambda name: metric(name, method=route.path))
         self._of_status = cache(lambda model, status: metric("flodl_requests_total", model=model, status=str(status)))
         self._of_model = cache(self._model_metrics)
 
-    def started(self) -> None:
-        """Count a received request."""
-        self._of_route("te_request_count").add(1)
-
     def finished(self, request: Any, status: int, word: str, seconds: float) -> None:
-        """Count a finished request.
+        """Count and log a finished request.
 
         Args:
             request: the parsed `flodl_hf.serving.routes.route.Request`, or None if it was invalid.
@@ -264,51 +242,30 @@ class RequestMetrics:
             word: kind of the error, or "".
             seconds: total time.
         """
-        self._of_route("te_request_success").add(status == 200)
+        metrics = self.state.metrics
+        self.of_route("te_request_success").add(status == 200)
         if status != 200:
-            self.state.metrics.add("te_request_failure", err=word)
-        self._of_route("te_request_duration").add(seconds)
+            metrics.add("te_request_failure", err=word)
+        self.of_route("te_request_duration").add(seconds)
         if request is not None and request.model:
             self._of_status(request.model, status).add(1)
             if status == 200:
-                self._succeeded(request, seconds)
+                info = self.state.workers.models.get(request.model)
+                operations = request.tokens * info["operations"] if info is not None else 0
+                values = (
+                    seconds, request.tokenized_s, request.waited_s, request.inferred_s, request.tokens, request.tokens,
+                    request.windows, operations,
+                )  # fmt: skip
+                of_values, of_texts = self._of_model(request.model)
+                for metric, value in zip(of_values, values, strict=True):
+                    metric.add(value)
+                for metric in of_texts:
+                    metric.add(request.texts)
+                metrics.operations.add(operations)
+                if request.dropped:
+                    metrics.add("flodl_dropped_tokens_total", request.dropped, model=request.model)
         if LOG.isEnabledFor(logging.INFO):
             self._log(request, status, word, seconds)
-
-    def _log(self, request: Any, status: int, word: str, seconds: float) -> None:
-        fields: dict[str, Any] = {"route": self.route.path, "status": status, "ms": round(seconds * 1000, 2)}
-        if word:
-            fields["why"] = word
-        if request is not None:
-            fields |= {
-                "model": request.model,
-                "texts": request.texts,
-                "tokens": request.tokens,
-                "dropped": request.dropped,
-            }
-            if request.key:
-                fields["key"] = request.key
-            if request.trace is not None:
-                fields["trace"] = request.trace.id
-            if self.state.settings.log_texts:
-                fields["fields"] = dict(request.fields)
-        log_event(LOG, "request", fields)
-
-    def _succeeded(self, request: Any, seconds: float) -> None:
-        info = self.state.workers.models.get(request.model)
-        operations = request.tokens * info["operations"] if info is not None else 0
-        values = (
-            seconds, request.tokenized_s, request.waited_s, request.inferred_s, request.tokens, request.tokens,
-            request.windows, operations,
-        )  # fmt: skip
-        metrics, of_texts = self._of_model(request.model)
-        for metric, value in zip(metrics, values, strict=True):
-            metric.add(value)
-        for metric in of_texts:
-            metric.add(request.texts)
-        self.state.metrics.operations.add(operations)
-        if request.dropped:
-            self.state.metrics.add("flodl_dropped_tokens_total", request.dropped, model=request.model)
 
     def _model_metrics(self, model: str) -> tuple[list[Any], list[Any]]:
         """Return the metrics of the values of a successful request, and of its number of texts."""
@@ -317,6 +274,127 @@ class RequestMetrics:
             "tokenization_duration", "queue_duration", "inference_duration", "input_length",
         )]  # fmt: skip
         totals = [metric(f"flodl_{what}_total", model=model) for what in ("tokens", "rows", "operations")]
-        of_texts = [metric("flodl_texts_total", model=model)]
-        of_texts += [metric(name) for word, name in _WORDS if word in self.route.path]
+        words = [word for word in ("embed", "rerank", "predict") if word in self.route.path]
+        of_texts = [metric("flodl_texts_total", model=model), *(metric(f"te_{word}_count") for word in words)]
         return [metric("flodl_request_seconds", model=model), *steps, *totals], of_texts
+
+    def _log(self, request: Any, status: int, word: str, seconds: float) -> None:
+        fields: dict[str, Any] = {"route": self.route.path, "status": status, "ms": round(seconds * 1000, 2)}
+        if word:
+            fields["why"] = word
+        if request is not None:
+            fields |= {name: getattr(request, name) for name in ("model", "texts", "tokens", "dropped")}
+            if request.key:
+                fields["key"] = request.key
+            if request.trace is not None:
+                fields["trace"] = request.trace.id
+            if self.state.settings.log_texts:
+                fields["fields"] = dict(request.fields)
+        log_event(LOG, "request", fields)
+
+
+# ---- log ----------------------------------------------------------------------------------------------
+
+# Delay of request lines, so that several are written together.
+FLUSH_DELAY_S = 0.1
+# Pipes write this many bytes atomically (at least 512 by POSIX, 4096 on Linux), so that lines of several processes that
+# share a pipe stay whole.
+ATOMIC_BYTES: int = getattr(select, "PIPE_BUF", 4096)
+
+
+class Log(logging.Formatter):
+    """Formatter with one JSON line for each record: time, level, message and fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        fields = {"at": round(record.created, 3), "level": record.levelname.lower(), "what": record.getMessage()}
+        fields |= getattr(record, "fields", {})
+        if record.exc_info:
+            fields["fault"] = self.formatException(record.exc_info)
+        return _line(fields)
+
+
+class Lines(logging.StreamHandler[TextIO]):
+    """Stream handler that buffers lines of level INFO for a moment and writes them together."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._held: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write or buffer a record."""
+        try:
+            self._buffer(self.format(record), record.levelno > logging.INFO)
+        except Exception:
+            self.handleError(record)
+
+    def add_line(self, what: str, fields: Mapping[str, Any]) -> None:
+        """Buffer a line of level INFO without creating a log record, once for each request.
+
+        Args:
+            what: the message.
+            fields: the fields.
+        """
+        self.acquire()
+        try:
+            self._buffer(_line({"at": round(time.time(), 3), "level": "info", "what": what, **fields}), False)
+        finally:
+            self.release()
+
+    def _buffer(self, line: str, now: bool) -> None:
+        self._held.append(line + self.terminator)
+        if now:
+            self.flush()
+        elif len(self._held) == 1:
+            try:
+                asyncio.get_running_loop().call_later(FLUSH_DELAY_S, self.flush)
+            except RuntimeError:  # outside of an event loop
+                self.flush()
+
+    def flush(self) -> None:
+        """Write the buffered lines."""
+        self.acquire()
+        try:
+            lines, self._held = self._held, []
+            for piece in _pieces(lines):
+                self.stream.write(piece)
+                self.stream.flush()
+        finally:
+            self.release()
+
+
+def log_event(logger: logging.Logger, what: str, fields: Mapping[str, Any]) -> None:
+    """Log an event of level INFO, without a log record if only this module's handler is installed.
+
+    Args:
+        logger: the logger.
+        what: the message.
+        fields: the fields.
+    """
+    if len(logger.handlers) == 1 and not (logger.propagate or logger.filters):
+        handler = logger.handlers[0]
+        if type(handler) is Lines and not handler.filters and type(handler.formatter) is Log:
+            handler.add_line(what, fields)
+            return
+    logger.info(what, extra={"fields": fields})
+
+
+def _line(fields: Mapping[str, Any]) -> str:
+    try:
+        return as_json(fields).decode()
+    except TypeError:
+        return json.dumps(fields, ensure_ascii=False, default=str)
+
+
+def _pieces(lines: Sequence[str]) -> Iterator[str]:
+    """Yield joined lines of at most ATOMIC_BYTES; a longer line separately."""
+    held, size = list[str](), 0
+    for line in lines:
+        more = len(line) if line.isascii() else len(line.encode(errors="replace"))
+        if held and size + more > ATOMIC_BYTES:
+            yield "".join(held)
+            held, size = [], 0
+        held.append(line)
+        size += more
+    if held:
+        yield "".join(held)

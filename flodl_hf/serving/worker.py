@@ -27,14 +27,12 @@ import numpy as np
 from flodl.errors import FlodlError
 from flodl_hf.errors import TextTooLongError, TokenizerError
 from flodl_hf.serving.adapter_models import MixedAdapters, mix_adapters, open_adapters
-from flodl_hf.serving.admission import count_characters
 from flodl_hf.serving.batching import Batcher
 from flodl_hf.serving.request import DeadlineError, GivenUpError, Timeline, Turns, WorkerRequest
 from flodl_hf.serving.settings import freeze_gc
 from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
 from flodl_hf.serving.throughput import TokenRate, measure_peak
-from flodl_hf.workers.ipc import receive_socket
-from flodl_hf.workers.messages import Stream, pack_message
+from flodl_hf.workers.messages import Stream, pack_message, receive_socket
 
 # One window for all texts of a request: rows are sorted by the batcher, together with other requests.
 WINDOW = 1 << 20
@@ -228,7 +226,7 @@ class _Requests:
             message = read[0]
             if "cancel" not in message:
                 # Characters are counted, not tokens, so that requests with slow tokenization delay only each other.
-                short = count_characters(message["items"]) <= LONG_CHARACTERS
+                short = message["characters"] <= LONG_CHARACTERS
                 request = self._requests[stream, message["id"]] = WorkerRequest(
                     message["key"], time.monotonic() + message["left_s"], message["priority"],
                     timeline=Timeline() if "traced" in message else None,
@@ -242,7 +240,7 @@ class _Requests:
     def _work(self, received: _Received, read_on: Callable[[], None]) -> None:
         _, message, request = received
         group, key = [received], None
-        if len(self._requests) == 1 and count_characters(message["items"]) <= SHORT_CHARACTERS:
+        if len(self._requests) == 1 and message["characters"] <= SHORT_CHARACTERS:
             request.read_on = read_on
         else:
             key = _join_key(message)
@@ -413,7 +411,7 @@ def run_threads(read: Callable[[], Any], answer: Callable[[Any, Callable[[], Non
 def _join_key(message: dict[str, Any]) -> Any:
     """Return a value that is equal for requests that may be answered together; None for others."""
     task, items = message["task"], message["items"]
-    if task not in JOINED_TASKS or "traced" in message or not 0 < count_characters(items) <= JOINED_CHARACTERS:
+    if task not in JOINED_TASKS or "traced" in message or not 0 < message["characters"] <= JOINED_CHARACTERS:
         return None
     kinds = set(map(type, items))
     if len(kinds) > 1 or (kinds == {list} and task not in ("answer", "classify")):

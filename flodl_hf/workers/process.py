@@ -9,7 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from threading import Thread
+
+from flodl.errors import FlodlError
+from flodl_hf.checkpoints.system import make_cuda_context
 
 END_S = 8.0
 """Time in which a process has to end when its connection is closed."""
@@ -19,7 +26,7 @@ LOOK_S = 0.02
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
-from flodl_hf.workers.child import main
+from flodl_hf.workers.process import main
 main({target!r}, {descriptors!r}, {cuda!r})
 """
 
@@ -28,10 +35,10 @@ class Process:
     """A child process. It ends when its connection is closed, so it never outlives this process.
 
     Args:
-        target: see `flodl_hf.workers.child.main`.
+        target: see `flodl_hf.workers.process.main`.
         name: its name in messages.
         env: environment variables that are added to or replace the ones of this process.
-        fd_channel: whether open sockets can be sent to it (`flodl_hf.workers.ipc.send_socket`).
+        fd_channel: whether open sockets can be sent to it (`flodl_hf.workers.messages.send_socket`).
         descriptors: further file descriptors that it receives.
         cuda: index of its CUDA device, if any.
 
@@ -122,7 +129,7 @@ def start_early(target: str, devices: Sequence[str]) -> None:
     A process that still runs when this one exits is killed: it notices its closed connection only after its imports.
 
     Args:
-        target: see `flodl_hf.workers.child.main`; it waits for its job.
+        target: see `flodl_hf.workers.process.main`; it waits for its job.
         devices: the devices, such as ``cuda:0``.
     """
     for rank, device in enumerate(devices[1:], 1):
@@ -136,3 +143,39 @@ def rank_process(
     """Start a rank of a file job; it gets its number by the variables of torchrun."""
     numbers = {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     return Process(target, f"rank {rank}", env={**(env or {}), **numbers}, cuda=cuda)
+
+
+def main(target: str, descriptors: Sequence[int], cuda: int | None) -> None:
+    """Run a function and end the process.
+
+    Args:
+        target: ``"module:function"``; the function receives a `flodl_hf.workers.messages.Stream`, and further file
+            descriptors.
+        descriptors: file descriptors of the connection with the parent, and of everything else that it passes.
+        cuda: index of a CUDA device; its context is created while modules are imported.
+    """
+    # Terminals and service managers signal all processes; the parent decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    if cuda is not None:
+        Thread(target=make_cuda_context, args=(cuda,), daemon=True).start()
+    from flodl_hf.workers.messages import Stream
+
+    stream = Stream(socket.socket(fileno=descriptors[0]))
+    code, reason = 0, ""
+    try:
+        module, name = target.split(":")
+        getattr(import_module(module), name)(stream, *descriptors[1:])
+    except SystemExit as end:
+        code, reason = (end.code, "") if isinstance(end.code, int) else (int(end.code is not None), end.code or "")
+    except BaseException as fault:
+        code, reason = 1, f"{type(fault).__name__}: {fault}"
+        if not isinstance(fault, FlodlError):
+            traceback.print_exc()
+    if reason:
+        with suppress(OSError):
+            stream.write({"end": reason})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Other threads may still compute; their results are not needed.
+    os._exit(code)

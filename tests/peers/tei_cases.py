@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flodl_hf.serving.http_errors import RefusedError
+from flodl_hf.serving.responses import RefusedError
 from tests.flodl_hf.serving.serving_models import MODELS, write
 from tests.peers.case import Case
 

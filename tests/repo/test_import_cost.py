@@ -188,7 +188,7 @@ if {worker!r}:
     print(worker.describe("m")["head"], worker.peak() > 0)
 else:
     from flodl_hf.serving.app import create_app
-    from flodl_hf.serving.multiprocess import http_process, parent
+    from flodl_hf.serving import http_process, running
     create_app(settings)
 print(sorted(set(sys.modules) - torch_itself))
 """

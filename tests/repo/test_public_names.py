@@ -58,7 +58,7 @@ NEEDS = {
     "flodl_hf.serving.app": "starlette",
     "flodl_hf.serving.http": "uvicorn",
     "flodl_hf.serving.running": "uvicorn",
-    "flodl_hf.serving.multiprocess.": "uvicorn",
+    "flodl_hf.serving.http_process": "uvicorn",
     **{
         f"flodl_hf.nn.kernels.{n}": "triton"
         for n in (

@@ -40,8 +40,9 @@ def _sent(server: Server, path: str, data: bytes) -> Answer | None:
 
 
 def _field(server: Server, what: Mapping[str, Any]) -> Verdict:
+    from flodl_hf.serving.responses import RefusedError
     from flodl_hf.serving.routes import ROUTES
-    from flodl_hf.serving.routes.fields import KINDS
+    from flodl_hf.serving.routes.route import checked
 
     path, name = what["path"], what["field"]
     field = next(field for route in ROUTES if route.path == path for field in route.fields if field.name == name)
@@ -53,7 +54,9 @@ def _field(server: Server, what: Mapping[str, Any]) -> Verdict:
         return refused(answer)
     if value is None:
         return refused(answer, key=name) if field.required or name == "model" else _right(server, path, answer)
-    if KINDS[field.kind][2](value) is None:
+    try:
+        checked(field.kind, value, name)
+    except RefusedError:
         return refused(answer, key=name)
     return _either(server, path, answer)
 

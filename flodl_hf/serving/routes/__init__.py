@@ -1,26 +1,14 @@
-"""HTTP routes, one file for each API convention.
+"""HTTP routes, by API convention.
 
-fields   fields of requests
-route    routes, requests and responses
-tei      text-embeddings-inference
-openai   OpenAI embeddings
-ranking  Cohere's and Jina's reranking
-vllm     vLLM's pooling models
-own      this library's own routes, for heads without a convention
-hub      Hugging Face Inference API, at the root
+route   routes, their fields, and requests
+tei     text-embeddings-inference, and reranking of Cohere and Jina
+openai  embeddings of OpenAI and Cohere, and vLLM's pooling models
+hub     Hugging Face Inference API, and this library's own routes
 """
 
 from __future__ import annotations
 
-from flodl_hf.serving.routes import hub, openai, own, ranking, tei, vllm
-from flodl_hf.serving.routes.route import Route
+from flodl_hf.serving.routes import hub, openai, tei
+from flodl_hf.serving.routes.route import ROUTES
 
-ROUTES: tuple[Route, ...] = (
-    *tei.ROUTES,
-    *openai.ROUTES,
-    *ranking.ROUTES,
-    *vllm.ROUTES,
-    *own.ROUTES,
-    *hub.ROUTES,
-)
-"""All POST routes."""
+__all__ = ["ROUTES", "hub", "openai", "tei"]

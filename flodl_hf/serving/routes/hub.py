@@ -1,30 +1,34 @@
-"""Hugging Face Inference API at the root: ``inputs`` and ``parameters``, with results like transformers' pipelines.
+"""Hugging Face Inference API at the root, and this library's own routes.
 
-The model's head determines the task, as at endpoints of the Hub; `huggingface_hub.InferenceClient` uses this API.
+At the root, the model's head determines the task, as at endpoints of the Hub: ``inputs`` and ``parameters``, with
+results like transformers' pipelines. `huggingface_hub.InferenceClient` uses this API.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from flodl.errors import shown
-from flodl_hf.serving.http_errors import RefusedError
-from flodl_hf.serving.routes.fields import KINDS, Field, not_a_field, read
-from flodl_hf.serving.routes.ranking import RANKED, rank_texts
-from flodl_hf.serving.routes.route import MODEL, Request, Response, Route, add_route, text_options
+from flodl_hf.serving.responses import RefusedError, Response
+from flodl_hf.serving.routes.route import Field, Request, checked, is_blank, not_a_field, read, route
 from flodl_hf.serving.routes.tei import (
     CUT,
     DIMENSIONS,
     DIRECTION,
+    MODEL,
     NORMALIZE,
     PAIR,
     PROMPT,
+    RANKED,
     RAW,
     ROUTE,
     TRUNCATE,
     WINDOWS,
-    prompt_option,
+    embedded,
+    rank_texts,
     similarity,
+    text_options,
+    token_states,
 )
 
 _SIMILARITY = (TRUNCATE, DIRECTION, PROMPT)
@@ -64,14 +68,6 @@ _INERT = (
 )
 
 
-def _of(kind: str, value: Any, name: str) -> Any:
-    _, words, check = KINDS[kind]
-    found = check(value)
-    if found is None:
-        raise RefusedError(f"{name} is {shown(value, 60)}, expected {words}", "field", param=name)
-    return found
-
-
 def _given(request: Request, takes: tuple[Field, ...], *, above: bool = False) -> dict[str, Any]:
     """Return the parameters of a request that have a value.
 
@@ -101,24 +97,17 @@ _PARAMETERS = {
 }
 _ROOT = (
     Field("inputs", "any", "input of the model's head; for a ranking, query and texts instead"),
-    Field(
-        "parameters",
-        "object",
-        "parameters of the task, as in transformers' pipelines",
-        fields=tuple(_PARAMETERS.values()),
-    ),
+    Field("parameters", "object", "parameters of the task, as in transformers' pipelines",
+          fields=tuple(_PARAMETERS.values())),
     *_VECTORS,
     *RANKED,
     Field("options", "object", "accepted", effect=False),
     MODEL,
-)
-
-ROUTES: list[Route] = []
-"""The root routes; with several models, ``/models/NAME`` is the root of each."""
+)  # fmt: skip
 
 
-@add_route(ROUTES, "/invocations", "result of the model's head", *_ROOT, group="Amazon SageMaker")
-@add_route(ROUTES, "/", "result of the model's head", *_ROOT, group="Hugging Face Inference")
+@route("/invocations", "result of the model's head", *_ROOT, group="Amazon SageMaker")
+@route("/", "result of the model's head", *_ROOT, group="Hugging Face Inference")
 async def _root(request: Request) -> Response:
     inputs = request.fields["inputs"]
     if request.fields["query"] is not None:
@@ -126,63 +115,57 @@ async def _root(request: Request) -> Response:
     if inputs is None:
         raise RefusedError("inputs is missing, expected the input of the model's head", "field", param="inputs")
     if isinstance(inputs, dict) and "source_sentence" in inputs:
-        return await similarity(request, read(PAIR, inputs, most=request.state.settings.max_inputs, path="inputs."),
-                                _given(request, _SIMILARITY, above=True))  # fmt: skip
+        given = read(PAIR, inputs, most=request.state.settings.max_inputs, path="inputs.")
+        return await similarity(request, given, _given(request, _SIMILARITY, above=True))
+    head = request.info()["head"]
+    if head == "base":
+        given = _given(request, _VECTORS, above=True)
+        return await embedded(request, checked("inputs", inputs, "inputs"), given)
+    zero_shot = (request.fields["parameters"] or {}).get("candidate_labels") is not None
+    if head == "sequence_classification" and not zero_shot:
+        return Response(await _classes(request, inputs))
     single = not isinstance(inputs, list)
-    answered = await _HEADS[request.info()["head"]](request, inputs, single)
-    return answered if isinstance(answered, Response) else Response(answered)
+    rows = await (_labels if zero_shot and head == "sequence_classification" else _HEADS[head])(request, inputs)
+    return Response(rows[0] if single else rows)
 
 
-async def _vectors(request: Request, inputs: Any, single: bool) -> Any:
-    given = _given(request, _VECTORS, above=True)
-    options = {**text_options(given), **prompt_option(request, given)}
-    options |= {name: given.get(name) for name in ("normalize", "dimensions", "route")}
-    found = await request.ask("embed", _of("inputs", inputs, "inputs"), options)
-    return Response(found.arrays[0], found.arrays[0])
+async def _classes(request: Request, inputs: Any) -> Any:
+    items = checked("pairs", inputs, "inputs")
+    given = _given(request, (*_CLASSES, RAW), above=True)
+    options = {**given, **text_options(given)}
+    if options["truncate"] is None and given.get("truncation"):
+        options["truncate"] = True
+    found = await request.ask("classify", items, options)
+    return [[{"label": one["label"], "score": one["score"]} for one in row] for row in found.data]
 
 
-async def _classes(request: Request, inputs: Any, single: bool) -> Any:
-    if (request.fields["parameters"] or {}).get("candidate_labels") is not None:
-        given = _given(request, _ZERO_SHOT)
-        options = {"labels": given["candidate_labels"], "template": given.get("hypothesis_template")}
-        options["multi_label"] = given.get("multi_label") is True
-        found = await request.ask("zero_shot", _of("texts", inputs, "inputs"), options)
-    else:
-        single = False
-        items = _of("pairs", inputs, "inputs")
-        given = _given(request, (*_CLASSES, RAW), above=True)
-        options = {**given, **text_options(given)}
-        if options["truncate"] is None and given.get("truncation"):
-            options["truncate"] = True
-        found = await request.ask("classify", items, options)
-    rows = [[{"label": one["label"], "score": one["score"]} for one in row] for row in found.data]
-    return rows[0] if single else rows
+async def _labels(request: Request, inputs: Any) -> Any:
+    given = _given(request, _ZERO_SHOT)
+    options = {"labels": given["candidate_labels"], "template": given.get("hypothesis_template")}
+    options["multi_label"] = given.get("multi_label") is True
+    found = await request.ask("zero_shot", checked("texts", inputs, "inputs"), options)
+    return [[{"label": one["label"], "score": one["score"]} for one in row] for row in found.data]
 
 
-async def _entities(request: Request, inputs: Any, single: bool) -> Any:
-    given = {"aggregation_strategy": "simple", **_given(request, _ENTITIES)}
-    options = {**given, "aggregation": given["aggregation_strategy"]}
-    found = await request.ask("entities", _of("texts", inputs, "inputs"), options)
+async def _entities(request: Request, inputs: Any) -> Any:
+    given = _given(request, _ENTITIES)
+    options = {**given, "aggregation": given.get("aggregation_strategy", "simple")}
+    found = await request.ask("entities", checked("texts", inputs, "inputs"), options)
     name = "entity" if options["aggregation"] == "none" else "entity_group"
-    rows = [[{name: one["label"], **_picked(one, "word")} for one in row] for row in found.data]
-    return rows[0] if single else rows
+    kept = ("score", "word", "start", "end")
+    return [[{name: one["label"], **{part: one[part] for part in kept}} for one in row] for row in found.data]
 
 
-def _picked(one: dict[str, Any], *more: str) -> dict[str, Any]:
-    return {name: one[name] for name in ("score", *more, "start", "end")}
-
-
-async def _answers(request: Request, inputs: Any, single: bool) -> Any:
+async def _answers(request: Request, inputs: Any) -> Any:
     given = _given(request, _ANSWERS)
     options = {ours: given.get(theirs) for ours, theirs in _ANSWER_OPTIONS.items()}
     options["top_k"] = top = given.get("top_k", given.get("topk"))
-    found = await request.ask("answer", _of("questions", inputs, "inputs"), options)
-    rows = [[{"answer": one["text"], **_picked(one)} for one in row] for row in found.data]
-    if not single:
+    found = await request.ask("answer", checked("questions", inputs, "inputs"), options)
+    kept = ("score", "start", "end")
+    rows = [[{"answer": one["text"], **{part: one[part] for part in kept}} for one in row] for row in found.data]
+    if isinstance(inputs, list) or top not in (None, 1):
         return rows
-    if top not in (None, 1):
-        return rows[0]
-    return rows[0][0] if rows[0] else {"answer": "", "score": 0.0, "start": 0, "end": 0}
+    return [row[0] if row else {"answer": "", "score": 0.0, "start": 0, "end": 0} for row in rows]
 
 
 _ANSWER_OPTIONS = {
@@ -191,29 +174,27 @@ _ANSWER_OPTIONS = {
 }  # fmt: skip
 
 
-async def _masks(request: Request, inputs: Any, single: bool) -> Any:
-    found = await request.ask("fill_mask", _of("texts", inputs, "inputs"), _given(request, _MASKS))
-    rows = [[[_word(one) for one in mask] for mask in masks] for masks in found.data]
-    plain = [masks[0] if len(masks) == 1 else masks for masks in rows]
-    return plain[0] if single else plain
+async def _masks(request: Request, inputs: Any) -> Any:
+    found = await request.ask("fill_mask", checked("texts", inputs, "inputs"), _given(request, _MASKS))
+    rows = []
+    for masks in found.data:
+        words = [
+            [
+                {"score": one["score"], "token": one["token_ids"][0], "token_str": one["token"],
+                 "sequence": one["sequence"]}
+                for one in mask
+            ]
+            for mask in masks
+        ]  # fmt: skip
+        rows.append(words[0] if len(words) == 1 else words)
+    return rows
 
 
-def _word(one: dict[str, Any]) -> dict[str, Any]:
-    token = {"token": one["token_ids"][0], "token_str": one["token"]}
-    return {"score": one["score"], **token, "sequence": one["sequence"]}
+_HEADS = {"token_classification": _entities, "question_answering": _answers, "masked_lm": _masks}
 
 
-_HEADS = {
-    "base": _vectors,
-    "sequence_classification": _classes,
-    "token_classification": _entities,
-    "question_answering": _answers,
-    "masked_lm": _masks,
-}
-
-
-@add_route(
-    ROUTES, "/vertex", "results of several requests to the root",
+@route(
+    "/vertex", "results of several requests to the root",
     Field("instances", "objects", "bodies of requests to the root", True),
     Field("parameters", "object", "accepted", effect=False), group="Google Vertex AI",
 )  # fmt: skip
@@ -225,3 +206,95 @@ async def _vertex(request: Request) -> Response:
         request.fields = read(_ROOT, instance, most=request.state.settings.max_inputs, path=path)
         found.append((await _root(request)).data)
     return Response({"predictions": found})
+
+
+# ---- own routes ----------------------------------------------------------------------------------------
+
+_READ_ALL = (
+    Field("long_texts", "long texts in windows", "error refuses texts longer than one window; default: windows"),
+    Field("truncate", "flag", "false is an alias of long_texts error"),
+)
+
+
+def _add(task: str, name: str, summary: str, *fields: Field) -> None:
+    """Add the route of a task, which has its fields as options; ``name`` is the key of results."""
+
+    @route(f"/v1/{task.replace('_', '-')}", summary, *fields, MODEL)
+    async def answer(request: Request) -> Response:
+        items = request.fields["inputs"]
+        options = {**request.fields, "inputs": None, "long_texts": None, "truncate": _truncate(request.fields)}
+        if task == "classify":
+            options |= text_options(options) | {"function_to_apply": options["activation"]}
+        elif task == "zero_shot":
+            # Each pair of a text and a label is one input of the model.
+            pairs, most = len(items) * len(options["labels"]), request.state.settings.max_inputs
+            if not options["labels"]:
+                raise RefusedError("labels is empty, expected at least one", "empty", param="labels")
+            if pairs > most:
+                raise RefusedError(
+                    f"inputs and labels are {pairs} pairs, expected at most {most} in a request", "limit"
+                )
+        found = await request.ask(task, items, options)
+        rows: Any = token_states(found) if task == "late_interaction" else found.data
+        # An answer is empty if its context is.
+        texts = [context for _, context in items] if task == "answer" else items
+        results = [{name: row, "empty": is_blank(text)} for row, text in zip(rows, texts, strict=True)]
+        usage = {"tokens": request.tokens, "windows": request.windows, "dropped_tokens": request.dropped}
+        return Response({"model": request.model, "results": results, "usage": usage})
+
+
+def _truncate(fields: Mapping[str, Any]) -> bool | None:
+    """Return the option ``truncate`` of a task: True, False (long texts are refused), or None (its default)."""
+    long_texts, truncate = fields.get("long_texts"), fields.get("truncate")
+    if long_texts is None:
+        return truncate
+    if truncate is not None:
+        raise RefusedError("found long_texts and truncate, expected only long_texts", "field", param="truncate")
+    return {"truncate": True, "error": False}.get(long_texts)
+
+
+_TEXTS = Field("inputs", "texts", "one text or several", True)
+
+
+_add(
+    "classify", "labels", "labels of texts and pairs, best first",
+    Field("inputs", "pairs", "one text, or a list of texts and pairs", True),
+    _TOP,
+    Field("threshold", "thresholds", "minimum score, for all labels or by label"),
+    Field("activation", "activation", "function from the head's outputs to scores"),
+    Field("long_texts", "long texts", "windows, truncate or error; default: windows"),
+    Field("truncate", "flag", "alias: true of long_texts truncate, false of error"),
+    DIRECTION,
+)  # fmt: skip
+_add(
+    "entities", "entities", "entities of texts, with character offsets", _TEXTS,
+    Field("aggregation", "aggregation", "token that determines an entity's label; default: first"),
+    Field("ignore_labels", "texts", "labels to omit; default: O"),
+    Field("constrained", "flag", "decode the best sequence that the tag scheme allows"),
+    *_READ_ALL,
+)  # fmt: skip
+_add(
+    "answer", "answers", "answers to questions, best first, with offsets in the context",
+    Field("inputs", "questions", "one or several questions with contexts", True),
+    _TOP,
+    Field("max_answer_length", "whole", "maximum tokens of an answer"),
+    Field("no_answer", "flag", "allow a result without an answer"),
+    *_READ_ALL,
+)  # fmt: skip
+_add(
+    "fill_mask", "masks", "words for the masks of texts", _TEXTS, _TOP,
+    Field("targets", "texts", "words to choose from"),
+)  # fmt: skip
+_add(
+    "zero_shot", "labels", "scores of user-defined labels, by an NLI model", _TEXTS,
+    Field("labels", "texts", "the labels", True),
+    Field("template", "text", "hypothesis, with {} for the label"),
+    Field("multi_label", "flag", "score labels independently"),
+    *_READ_ALL,
+)  # fmt: skip
+_add(
+    "late_interaction", "vectors", "a vector for each token, for late interaction", _TEXTS,
+    Field("query", "flag", "whether the texts are queries"),
+    Field("long_texts", "long tokens", "error refuses texts that would be truncated; default: truncate"),
+    Field("truncate", "flag", "false is an alias of long_texts error"),
+)  # fmt: skip

@@ -23,7 +23,7 @@ from flodl_hf.inference.worker import Worker, known_of
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.workers import pool
 from flodl_hf.workers.messages import Stream
-from flodl_hf.workers.objects import pack_object, unpack_object
+from flodl_hf.workers.pool import pack_object, unpack_object
 
 Make = Callable[..., EncoderModel]
 LONG = "the cat sat on the mat and ran " * 12

@@ -17,12 +17,12 @@ from serving_models import TEXTS, write
 from flodl.errors import ConfigError
 from flodl_hf.heads.auto import load
 from flodl_hf.models.adapters import IA3, Lora, Prefix
-from flodl_hf.serving.log import Log
+from flodl_hf.serving.metrics import Log
 from flodl_hf.serving.request import WorkerRequest
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
 from flodl_hf.serving.worker import Worker
-from flodl_hf.serving.worker_processes import find_adapters
+from flodl_hf.serving.workers import find_adapters
 
 LABELS = {"mood": ["sad", "glad"], "same": ["sad", "glad"], "topic": ["a", "b", "c", "d"]}
 

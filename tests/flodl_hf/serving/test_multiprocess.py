@@ -35,14 +35,12 @@ from test_operation import (  # noqa: F401
     test_too_many_are_refused_at_once_and_the_rest_answered,
 )
 
-from flodl_hf.serving.admission import Admission
-from flodl_hf.serving.http_errors import RefusedError
+from flodl_hf.serving.admission import Admission, SharedCounters, shared_memory
 from flodl_hf.serving.metrics import Metrics, merged
+from flodl_hf.serving.responses import RefusedError
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings, served
-from flodl_hf.serving.shared_counters import SharedCounters, shared_memory
-from flodl_hf.workers.ipc import receive_socket, send_socket
-from flodl_hf.workers.messages import HEAD, Stream, pack_message, unpack_message
+from flodl_hf.workers.messages import HEAD, Stream, pack_message, receive_socket, send_socket, unpack_message
 
 ASKED = json.dumps({"inputs": "the cat sat on the mat"})
 HEADERS = {"authorization": "Bearer first-key", "content-type": "application/json"}
@@ -113,7 +111,7 @@ def test_requests_that_come_at_the_same_instant_are_no_more_than_there_may_be(mo
         for admission in (one, other):
             admission.counters.clear(0)
             admission.counters.clear(1)
-            admission.counters.spend("", 0.0)
+            admission.counters.full_at[0] = 0.0
     assert looks >= 2
 
     # What a key had is changed by one at a time.
@@ -129,9 +127,9 @@ def test_what_a_process_had_that_is_no_more_is_struck_out() -> None:
     for counters in ledgers:
         counters.count("", 2, 50)
         counters.close()
-    assert (ledgers[0].inside, ledgers[0].tokens, ledgers[0].closed(1)) == (6, 150, 1)
+    assert (ledgers[0].inside, ledgers[0].tokens, ledgers[0].closed[1]) == (6, 150, 1)
     ledgers[2].clear(1)
-    assert (ledgers[0].inside, ledgers[0].tokens_of_key(""), ledgers[0].closed(1)) == (4, 100, 0)
+    assert (ledgers[0].inside, ledgers[0].tokens_of_key(""), ledgers[0].closed[1]) == (4, 100, 0)
 
 
 def test_what_processes_counted_adds_up_and_gauges_are_the_last_that_was_heard() -> None:
@@ -181,7 +179,16 @@ def test_requests_of_all_links_share_batches_and_go_with_their_link(folders: dic
     threads = [Thread(target=requests.answer_all, args=(Stream(held),), daemon=True) for held in theirs]
     for thread in threads:
         thread.start()
-    asked = {"id": 0, "task": "embed", "model": "m", "options": {}, "key": "", "left_s": 60.0, "priority": 0}
+    asked = {
+        "id": 0,
+        "task": "embed",
+        "model": "m",
+        "options": {},
+        "key": "",
+        "left_s": 60.0,
+        "priority": 0,
+        "characters": 9,
+    }
 
     def send(links: Any, items: list[str], tokens: int) -> None:
         """Send a request by each link, all with the same number; none of them runs before all wait."""
@@ -236,7 +243,10 @@ def test_requests_that_are_answered_together_have_their_own_results(
     from flodl_hf.serving.worker import Worker, _join_key, _Requests
 
     worker = Worker(Settings(models=(Served("m", str(folders[name])),)).for_worker("cpu"))
-    requests, asked = _Requests(worker, 4), {"task": task, "model": "m", "options": {}, "key": "", "priority": 0}
+    requests, asked = (
+        _Requests(worker, 4),
+        {"task": task, "model": "m", "options": {}, "key": "", "priority": 0, "characters": 9},
+    )
     messages = [{**asked, "items": part, "id": number} for number, part in enumerate(items)]
     assert len({_join_key(message) for message in messages}) == 1
     alone = [WorkerRequest() for _ in messages]
@@ -284,7 +294,7 @@ def test_requests_that_wait_at_the_same_time_are_one_call(folders: dict[str, Pat
     ours, theirs = socket.socketpair()
     link = Stream(theirs)
     requests._requests[link, -1] = WorkerRequest()  # so that no request is alone
-    asked = {"task": "embed", "model": "m", "options": {}, "key": "", "left_s": 60.0, "priority": 0}
+    asked = {"task": "embed", "model": "m", "options": {}, "key": "", "left_s": 60.0, "priority": 0, "characters": 9}
     messages: list[dict[str, Any]] = [{**asked, "id": number, "items": [text]} for number, text in enumerate(TEXTS)]
     key = _join_key(messages[0])
     turns = requests._turns_of(key)
@@ -319,14 +329,14 @@ def test_keys_and_priorities_do_not_wait_for_each_other() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"task": "rerank"}, {"traced": "x"}, {"items": ["a" * 2000]}, {"items": []}, {"items": ["a", [1]]},
+        {"task": "rerank"}, {"traced": "x"}, {"characters": 2000}, {"items": [], "characters": 0}, {"items": ["a", [1]]},
         {"items": [[1, 2]]},
     ],
 )  # fmt: skip
 def test_other_requests_are_answered_alone(change: dict[str, Any]) -> None:
     from flodl_hf.serving.worker import _join_key
 
-    assert _join_key({"task": "embed", "model": "m", "items": ["a"]} | change) is None
+    assert _join_key({"task": "embed", "model": "m", "items": ["a"], "characters": 1} | change) is None
 
 
 def test_an_answer_that_cannot_be_sent_is_a_fault_at_once() -> None:
@@ -339,7 +349,7 @@ def test_an_answer_that_cannot_be_sent_is_a_fault_at_once() -> None:
     ours, theirs = socket.socketpair()
     thread = Thread(target=_Requests(worker, 1).answer_all, args=(Stream(theirs),), daemon=True)
     thread.start()
-    asked = {"task": "embed", "model": "m", "items": ["a"], "key": "", "left_s": 60.0, "priority": 0}
+    asked = {"task": "embed", "model": "m", "items": ["a"], "key": "", "left_s": 60.0, "priority": 0, "characters": 9}
     with ours:
         for number in range(2):
             ours.sendall(b"".join(pack_message({**asked, "id": number})))

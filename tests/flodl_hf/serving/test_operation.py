@@ -24,13 +24,12 @@ import pytest
 
 from flodl.errors import ConfigError, DeviceError
 from flodl_hf.serving import serve, served
-from flodl_hf.serving.admission import Admission, key_id
-from flodl_hf.serving.http_errors import RefusedError
-from flodl_hf.serving.log import Log
+from flodl_hf.serving.admission import Admission, SharedCounters, key_id
+from flodl_hf.serving.metrics import Log
+from flodl_hf.serving.responses import RefusedError
 from flodl_hf.serving.running import running
 from flodl_hf.serving.settings import Served, Settings
-from flodl_hf.serving.shared_counters import SharedCounters
-from flodl_hf.serving.worker_processes import Processes, WorkersError
+from flodl_hf.serving.workers import Processes, WorkersError
 
 
 def held(app: Any) -> tuple[SharedCounters, Processes]:
@@ -181,7 +180,7 @@ def test_a_reload_loses_no_request(limited_protocol: tuple[Any, Any]) -> None:
     before, listening = [process.child.pid for process in processes.here], processes.here[0].listening
     assert listening is not None
     with ThreadPoolExecutor(4) as pool:
-        done = asyncio.run_coroutine_threadsafe(processes.reload(), listening.get_loop())
+        done = asyncio.run_coroutine_threadsafe(processes.load(), listening.get_loop())
         statuses = []
         while not done.done():
             asked = [pool.submit(client.post, "/embed", json={"inputs": "a cat"}, headers=FIRST) for _ in range(4)]
@@ -337,8 +336,7 @@ def test_a_key_waits_for_no_more_of_others_than_it_has_itself() -> None:
 
 def test_a_queue_that_stays_is_kept_short(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 100.0
-    for module in ("admission", "shared_counters"):
-        monkeypatch.setattr(f"flodl_hf.serving.{module}.time", SimpleNamespace(monotonic=lambda: clock))
+    monkeypatch.setattr("flodl_hf.serving.admission.time", SimpleNamespace(monotonic=lambda: clock))
     admission = Admission(Settings(models=served(["m"]), max_wait_s=0.5, max_queue_s=5.0))
     admission.rate = 1000.0
     entered = []
@@ -401,7 +399,7 @@ def test_a_line_of_the_log() -> None:
 
 def test_what_is_said_of_the_server_needs_no_torch() -> None:
     code = (
-        "import sys; from flodl_hf.serving.routes import ROUTES; from flodl_hf.serving.openapi import openapi; "
+        "import sys; from flodl_hf.serving.routes import ROUTES; from flodl_hf.serving.app import openapi; "
         "openapi(ROUTES, [], keys=True); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -419,7 +417,7 @@ def test_several_processes_of_a_device(folders: dict[str, Path]) -> None:
     expected = model.embed(texts, windows=True).numpy()
     with running(settings) as (url, app), httpx.Client(base_url=url, timeout=60) as client:
         workers = app.state.server.workers
-        first, second = workers.pids
+        first, second = (process.info["pid"] for process in workers.active)
         with ThreadPoolExecutor(8) as pool:
             bodies = [{"inputs": text, "windows": True} for text in texts]
             answers = list(pool.map(lambda body: client.post("/embed", json=body).json()[0], bodies))
@@ -427,13 +425,15 @@ def test_several_processes_of_a_device(folders: dict[str, Path]) -> None:
         for pid in (first, second):
             used = Path(f"/proc/{pid}/stat")
             assert not used.exists() or int(used.read_text().rsplit(")", 1)[1].split()[11]) > 0
-        assert workers.peak == max(process.info["peak"] for process in workers._active)
+        assert workers.peak == max(process.info["peak"] for process in workers.active)
         os.kill(first, signal.SIGKILL)
         until = time.monotonic() + 120
-        while (len(workers.pids) < 2 or first in workers.pids) and time.monotonic() < until:
+        pids = {first}
+        while (len(pids) < 2 or first in pids) and time.monotonic() < until:
             # The other answers meanwhile.
             assert client.post("/embed", json={"inputs": "a"}).status_code in (200, 503)
             time.sleep(0.2)
-        assert second in workers.pids
-        assert len(workers.pids) == 2
+            pids = {process.info["pid"] for process in workers.active}
+        assert second in pids
+        assert len(pids) == 2
         assert client.post("/embed", json={"inputs": texts[3]}).json()[0] == pytest.approx(answers[3], abs=2e-6)

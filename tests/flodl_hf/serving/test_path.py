@@ -6,19 +6,25 @@ import asyncio
 import io
 import json
 import logging
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flodl_hf.serving.endpoint import encoded, send_error, send_response
-from flodl_hf.serving.http_errors import RefusedError
-from flodl_hf.serving.log import Lines, Log, log_event
-from flodl_hf.serving.response_encoding import CHUNK_NUMBERS, SEND_CHUNK_BYTES, encode_response
-from flodl_hf.serving.routes.route import Response
+from flodl_hf.serving.metrics import Lines, Log, log_event
+from flodl_hf.serving.responses import (
+    CHUNK_NUMBERS,
+    SEND_CHUNK_BYTES,
+    RefusedError,
+    Response,
+    encode_response,
+    encoded,
+    send_error,
+    send_response,
+)
 from flodl_hf.serving.settings import Settings, served
-from flodl_hf.workers.ipc import Link
-from flodl_hf.workers.messages import as_json, pack_message
+from flodl_hf.workers.messages import Link, as_json, pack_message
 
 
 class Wire:
@@ -142,8 +148,7 @@ def test_a_worker_that_sends_nonsense_loses_its_connection(caplog: pytest.LogCap
     assert "invalid message" in caplog.text
 
 
-def test_messages_come_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flodl_hf.workers.ipc.LARGE", 100)
+def test_messages_come_whole_however_they_are_cut() -> None:
     sent = [({"id": at}, [np.full(at * 7 % 61, at, np.int32)]) for at in range(40)]
     data = b"".join(bytes(part) for message, arrays in sent for part in pack_message(dict(message), arrays))
 
@@ -246,7 +251,7 @@ def test_headers_are_lines_of_latin_1() -> None:
 def assert_like_uvicorn(app: Any, asked: bytes, writes: int) -> tuple[bytes, bool]:
     """Assert that the limited protocol sends what uvicorn sends, in a number of packets; return it."""
     uvicorn = pytest.importorskip("uvicorn")
-    protocol = pytest.importorskip("flodl_hf.serving.protocol")
+    protocol = pytest.importorskip("flodl_hf.serving.http")
     plain = pytest.importorskip("uvicorn.protocols.http.httptools_impl").HttpToolsProtocol
 
     async def seen(kind: Any) -> tuple[bytes, int, bool]:
@@ -264,7 +269,7 @@ def assert_like_uvicorn(app: Any, asked: bytes, writes: int) -> tuple[bytes, boo
 
     settings = Settings(models=served(["m"]))
     expected, _, closes = asyncio.run(seen(plain))
-    found, count, closed = asyncio.run(seen(protocol.limited_protocol(plain, settings)))
+    found, count, closed = asyncio.run(seen(partial(protocol._LimitedProtocol, settings)))
     assert (found, closed, count) == (expected, closes, writes)
     return found, closed
 

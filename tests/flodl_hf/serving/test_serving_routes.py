@@ -263,12 +263,12 @@ def test_binary_answers(http: Any) -> None:
 def test_a_large_answer_is_that_in_one_piece(
     http: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], form: str
 ) -> None:
-    from flodl_hf.serving import response_encoding
+    from flodl_hf.serving import responses
 
     headers = {"accept": form}
     whole = http.post(path, json=body, headers=headers)
     for name, few in (("CHUNK_NUMBERS", 8), ("SEND_CHUNK_BYTES", 100)):
-        monkeypatch.setattr(response_encoding, name, few)
+        monkeypatch.setattr(responses, name, few)
     pieces = http.post(path, json=body, headers=headers)
     assert pieces.status_code == whole.status_code
     assert pieces.content == whole.content

@@ -14,8 +14,7 @@ from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.serving import served
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.tasks import check_head
-from flodl_hf.serving.worker_processes import Process, Processes, WorkersError
-from flodl_hf.serving.workers import Workers
+from flodl_hf.serving.workers import Process, Processes, Workers, WorkersError
 
 
 def test_a_gpu_with_memory_for_it_has_a_second_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,9 +33,9 @@ def test_a_gpu_with_memory_for_it_has_a_second_worker(monkeypatch: pytest.Monkey
     def started(**settings: Any) -> list[str]:
         asked.clear()
         workers = Workers(Settings(models=served(["m"]), **settings), lambda ran, queued: None)
-        asyncio.run(Processes(workers.settings, workers).start())
-        assert workers.rate == 2.0 * len(workers.devices)
-        return workers.devices
+        asyncio.run(Processes(workers.settings, workers).load())
+        assert workers.rate == 2.0 * len(workers.active)
+        return [worker.info["device"] for worker in workers.active]
 
     devices = ("cuda:0", "cuda:1", "cuda:2")
     # That the other does not start is no reason to serve nothing.
@@ -89,19 +88,19 @@ def test_a_worker_that_ends_before_it_is_asked_is_replaced(monkeypatch: pytest.M
         made.ends_at_once = 1
         workers = Workers(Settings(models=served(["m"]), devices=("cpu",), workers=2), lambda ran, queued: None)
         processes = Processes(workers.settings, workers)
-        await processes.start()
+        await processes.load()
         await _settled()
-        assert workers.pids == [1, 2]
-        assert (processes.restarts, workers.ready) == (1, True)
+        assert [worker.info["pid"] for worker in workers.active] == [1, 2]
+        assert (processes.restarts, workers.ready.is_set()) == (1, True)
         # Of those that are loaded anew too.
         made.ends_at_once = 4
-        await processes.reload()
+        await processes.load()
         await _settled()
-        assert workers.pids == [4, 5]
+        assert [worker.info["pid"] for worker in workers.active] == [4, 5]
         assert [one.link.closed.done() for one in made.made] == [True] * 4 + [False] * 2
         await processes.close()
         assert all(one.link.closed.done() for one in made.made)
-        assert not workers.ready
+        assert not workers.ready.is_set()
 
     asyncio.run(run())
 
@@ -111,10 +110,10 @@ def test_a_worker_that_is_started_again_goes_when_all_are_loaded_anew_or_end(mon
         made = _Made(monkeypatch)
         workers = Workers(Settings(models=served(["m"]), devices=("cpu",)), lambda ran, queued: None)
         processes = Processes(workers.settings, workers)
-        await processes.start()
+        await processes.load()
         # It ends while all are loaded anew; the one in its place comes when those are there.
         new, again = made.gates = [asyncio.Event(), asyncio.Event()]
-        reloading = asyncio.ensure_future(processes.reload())
+        reloading = asyncio.ensure_future(processes.load())
         await _settled()
         made.made[0].link.close()
         await _settled()
@@ -123,13 +122,13 @@ def test_a_worker_that_is_started_again_goes_when_all_are_loaded_anew_or_end(mon
         again.set()
         await _settled()
         assert len(made.made) == 3
-        assert workers.pids == [1]
+        assert [worker.info["pid"] for worker in workers.active] == [1]
         assert [one.link.closed.done() for one in made.made] == [True, False, True]
         # It ends, and so does the server, while another is being started.
         made.gates = [again := asyncio.Event()]
         made.made[1].link.close()
         await _settled()
-        assert workers.pids == []
+        assert [worker.info["pid"] for worker in workers.active] == []
         await processes.close()
         again.set()
         await _settled()

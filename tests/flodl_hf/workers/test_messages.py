@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flodl_hf.serving import response_encoding
+from flodl_hf.serving import responses
 from flodl_hf.workers import messages
 
 
@@ -52,8 +52,8 @@ VALUES = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(response_encoding, "CHUNK_NUMBERS", 12)
-    pieces = list(response_encoding.json_pieces(VALUES[name]))
+    monkeypatch.setattr(responses, "CHUNK_NUMBERS", 12)
+    pieces = list(responses.json_pieces(VALUES[name]))
     assert b"".join(pieces) == messages.as_json(VALUES[name])
     if name not in ("a text", "no rows"):
         assert len(pieces) > 4

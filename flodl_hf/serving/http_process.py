@@ -11,22 +11,18 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from starlette.applications import Starlette
-
-from flodl_hf.serving.admission import key_ids
-from flodl_hf.serving.app import close_state, make_app, new_state
-from flodl_hf.serving.http import HttpServer, http_server, runner, server_log
-from flodl_hf.serving.http_errors import RefusedError
+from flodl_hf.serving.admission import SharedCounters, key_ids
+from flodl_hf.serving.app import make_app
+from flodl_hf.serving.http import HttpServer, runner, server_log
 from flodl_hf.serving.metrics import Metrics, merged
+from flodl_hf.serving.responses import RefusedError
+from flodl_hf.serving.routes.route import AppState
 from flodl_hf.serving.settings import Settings, freeze_gc
-from flodl_hf.serving.shared_counters import SharedCounters
-from flodl_hf.serving.worker_processes import start_task
-from flodl_hf.serving.workers import Worker
-from flodl_hf.workers.ipc import Link, connect_link, receive_socket
-from flodl_hf.workers.messages import Stream
+from flodl_hf.serving.workers import Worker, start_task
+from flodl_hf.workers.messages import Link, Stream, connect_link, receive_socket
 
 LOG = logging.getLogger("flodl_hf.serving")
 # Interval in which metrics are sent to the parent, and timeout for those of the other processes.
@@ -70,7 +66,7 @@ class _HttpProcess:
         settings, self._number = Settings.from_dict(given["settings"]), given["number"]
         keys = key_ids(settings.api_keys)
         self._counters = SharedCounters(keys, settings.http_processes, self._number, self._memory)
-        self._state = new_state(settings, self._counters, self._collect_metrics)
+        self._state = AppState(settings, self._counters, self._collect_metrics)
         self._made.set()
         # The parent handles Ctrl-C and reloads. After a SIGTERM to this process alone, the parent first stops sending
         # connections, then requests the stop.
@@ -78,10 +74,8 @@ class _HttpProcess:
             signal.SIGTERM: lambda: link.send({"leaving": True}), signal.SIGINT: lambda: None,
             signal.SIGHUP: lambda: None,
         }  # fmt: skip
-        self._server = http_server(make_app(self._state, self._lifespan), settings, calls, self._counters.close)
-        serving = asyncio.ensure_future(self._server.serve([]))
-        while not self._server.started and not serving.done():
-            await asyncio.sleep(0.005)
+        self._server = HttpServer(make_app(self._state, None), settings, calls, self._counters.close)
+        serving = await self._server.begin([])
         loop.add_reader(self._fd_channel.fileno(), self._receive_sockets)
         start_task(self._ready(), self._tasks)
         await asyncio.wait((serving, link.closed), return_when=asyncio.FIRST_COMPLETED)
@@ -90,18 +84,14 @@ class _HttpProcess:
         await serving
 
     async def _ready(self) -> None:
-        """Report readiness when a worker is available."""
+        """Report readiness when a worker is available, and then the metrics periodically."""
         await self._used.wait()
         freeze_gc()
         self._link.send({"ready": True})
-        self._report()
-
-    @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            await close_state(self._state)
+        with contextlib.suppress(OSError):
+            while True:
+                self._link.send(self._counted())
+                await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _on_message(self, message: dict[str, Any]) -> None:
         """Handle a message of the parent."""
@@ -148,15 +138,10 @@ class _HttpProcess:
 
     async def _connect(self, held: socket.socket) -> None:
         held.setblocking(False)
-        server, config = self._server, self._server.config
-
-        def protocol() -> asyncio.Protocol:
-            kind: Any = config.http_protocol_class
-            made: asyncio.Protocol = kind(
-                config=config, server_state=server.server_state, app_state=server.lifespan.state
-            )
-            return made
-
+        server, kind = self._server, cast(Any, self._server.config.http_protocol_class)
+        protocol = partial(
+            kind, config=server.config, server_state=server.server_state, app_state=server.lifespan.state
+        )
         try:
             await asyncio.get_running_loop().connect_accepted_socket(protocol, held)
         except OSError:
@@ -165,49 +150,49 @@ class _HttpProcess:
 
     # ---- workers -----------------------------------------------------------------------------------
 
-    async def _use(self, listed: list[dict[str, Any]], restarts: int) -> None:
+    async def _use(self, infos: list[dict[str, Any]], restarts: int) -> None:
         """Send requests only to these workers from now on; close others when they have answered."""
         await self._made.wait()  # workers may be reported before the settings were processed
         async with self._using:
-            here = [await self._worker(worker["number"], worker["info"]) for worker in listed]
+            here = [await self._worker(info) for info in infos]
             found = [worker for worker in here if worker is not None and not worker.link.closed.done()]
             # With equal load, each process starts with another worker.
             turn = self._number % len(found) if found else 0
-            workers = self._state.workers
+            workers, admission = self._state.workers, self._state.admission
             workers.use(found[turn:] + found[:turn], restarts)
-            self._state.admission.rate = workers.rate
-            self._state.admission.full = workers.max_batch_tokens * len(found)
+            admission.rate, admission.full = workers.rate, workers.max_batch_tokens * len(found)
             if found:
                 self._used.set()
-            for number in self._workers.keys() - {worker["number"] for worker in listed}:
-                start_task(self._leave(number, self._workers.pop(number)), self._tasks)
+            for pid in self._workers.keys() - {info["pid"] for info in infos}:
+                start_task(self._leave(pid, self._workers.pop(pid)), self._tasks)
 
-    async def _worker(self, number: int, info: dict[str, Any]) -> Worker | None:
-        if (known := self._workers.get(number)) is not None:
+    async def _worker(self, info: dict[str, Any]) -> Worker | None:
+        pid = info["pid"]
+        if (known := self._workers.get(pid)) is not None:
             return known
         self._receive_sockets()  # its socket was sent before this message
-        if (end := self._ends.pop(number, None)) is None:
-            self._link.send({"lost": number})
+        if (end := self._ends.pop(pid, None)) is None:
+            self._link.send({"lost": pid})
             return None
         link = await connect_link(end, lambda message, arrays: self._state.workers.answered(found, message, arrays))
-        found = self._workers[number] = Worker(link, info, float(info["rate"]))
-        start_task(self._listen(number, found), self._tasks)
+        found = self._workers[pid] = Worker(link, info, float(info["rate"]))
+        start_task(self._listen(pid, found), self._tasks)
         return found
 
-    async def _listen(self, number: int, worker: Worker) -> None:
+    async def _listen(self, pid: int, worker: Worker) -> None:
         await worker.link.closed
         self._state.workers.ended(worker)
         worker.link.close()
-        if self._workers.get(number) is worker:
-            del self._workers[number]
+        if self._workers.get(pid) is worker:
+            del self._workers[pid]
             with contextlib.suppress(OSError):
-                self._link.send({"lost": number})
+                self._link.send({"lost": pid})
 
-    async def _leave(self, number: int, worker: Worker) -> None:
+    async def _leave(self, pid: int, worker: Worker) -> None:
         await self._state.workers.left(worker)
         worker.link.close()
         with contextlib.suppress(OSError):
-            self._link.send({"left": number})
+            self._link.send({"left": pid})
 
     # ---- metrics -----------------------------------------------------------------------------------
 
@@ -215,12 +200,6 @@ class _HttpProcess:
         """Return the metrics of this process, and the number of results since the last call."""
         before, self._answers = self._answers, self._state.workers.answers
         return {"counted": self._state.metrics.dump(), "answers": self._answers - before}
-
-    def _report(self) -> None:
-        """Send the metrics to the parent, now and periodically."""
-        with contextlib.suppress(OSError):
-            self._link.send(self._counted())
-        asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report)
 
     async def _collect_metrics(self) -> tuple[Metrics, int, int]:
         """Return the metrics of all HTTP processes, their number, and the number of replaced ones.

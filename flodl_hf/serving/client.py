@@ -1,4 +1,8 @@
-"""The synchronous client and the client for asyncio. Their methods are defined once, in `_Methods`."""
+"""Clients of ``flodl-hf serve``, synchronous and for asyncio, that return arrays and records.
+
+They retry requests that the server refuses for lack of capacity and split long lists of texts. They need `httpx` (the
+extra ``client``) and no torch. Their methods are defined once, in `_Methods`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ import httpx
 import numpy as np
 
 from flodl.errors import DataError, FlodlError
+
+__all__ = ["AsyncClient", "Client", "ServerError"]
 
 MAX_TEXTS = 2048
 """Texts of one request: the default limit of a server. Requests that a server refuses with 413 are halved."""
