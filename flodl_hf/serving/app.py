@@ -296,7 +296,7 @@ def openapi(routes: Sequence[Route], pages: Sequence[tuple[str, str, bool]], *, 
         pages: path, summary and whether it is accessible without a key, of each GET route.
         keys: whether requests need an API key.
     """
-    from flodl_hf.checkpoints.version import own_version
+    from flodl_hf.checkpoints.system import own_version
 
     paths: dict[str, Any] = {route.path: {"post": _operation(route)} for route in routes}
     name = {
