@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor, nn
+
 from flodl.errors import ConfigError
 from flodl.graph import Graph
 from flodl_hf.families import bert
@@ -19,7 +21,7 @@ from flodl_hf.families.schema import FamilyHead
 from flodl_hf.families.schema.config_rows import Row, activation, boolean, count, fraction, one_of, optional
 from flodl_hf.families.schema.record import KeyRow, Tie, rows_under
 from flodl_hf.nn import task_heads
-from flodl_hf.nn.encoder import bert_block, chain, stack
+from flodl_hf.nn.encoder import FirstToken, bert_block, chain, sequence, stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +81,21 @@ def _choices(c: ElectraConfig, _: int) -> Graph:
             "in the batch. Correct config.json if the model was trained with the first token's state.",
             problems=["summary_type"],
         )
-    return task_heads.summary(
-        c.hidden_size, projection=c.summary_projection, activation=c.summary_activation, dropout=c.summary_dropout
+    return sequence(
+        first=FirstToken(),
+        dense=nn.Linear(c.hidden_size, c.hidden_size) if c.summary_projection else None,
+        activation=c.summary_activation,
+        dropout=c.summary_dropout,
+        classifier=nn.Linear(c.hidden_size, 1),
     )
+
+
+class Squeezed(nn.Module):
+    """The one score of each token, without a separate dimension."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return ``(...)`` of ``(..., 1)``."""
+        return hidden.squeeze(-1)
 
 
 HEADS = {
@@ -110,7 +124,12 @@ HEADS = {
         ),
     ),
     "replaced_tokens": FamilyHead(
-        body=lambda c, _: task_heads.token_score(c.hidden_size, c.activation),
+        body=lambda c, _: sequence(
+            dense=nn.Linear(c.hidden_size, c.hidden_size),
+            activation=c.activation,
+            classifier=nn.Linear(c.hidden_size, 1),
+            squeezed=Squeezed(),
+        ),
         keys=(
             KeyRow("head.dense", "discriminator_predictions.dense"),
             KeyRow("head.activation", "discriminator_predictions.activation"),

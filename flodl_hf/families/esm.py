@@ -188,16 +188,11 @@ def encoder(c: EsmConfig) -> Graph:
     return chain(EsmEmbeddings(c), layers, norm=nn.LayerNorm(c.hidden_size, eps=c.norm_eps))
 
 
-def masked_lm(c: EsmConfig, _: int) -> Graph:
-    """Return the masked-word head, with a separately added bias."""
-    return task_heads.shifted_lm(c.hidden_size, c.vocab_size, GELU, c.norm_eps, "", "shift")
-
-
 HEADS = {
     "sequence_classification": mpnet.HEADS["sequence_classification"],
     "token_classification": bert.DROPPED_TOKENS,
     "masked_lm": FamilyHead(
-        body=masked_lm,
+        body=lambda c, _: task_heads.shifted_lm(c.hidden_size, c.vocab_size, GELU, c.norm_eps, "", "shift"),
         keys=(
             KeyRow("head.dense", "lm_head.dense"),
             KeyRow("head.norm", "lm_head.layer_norm"),

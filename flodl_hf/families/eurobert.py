@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from flodl.graph import FlowBuilder, Graph
+from flodl.graph import Graph
 from flodl_hf.families import bert
 from flodl_hf.families.schema import Family, FamilyHead, FamilyTokenizer
 from flodl_hf.families.schema.config_rows import (
@@ -35,8 +35,8 @@ from flodl_hf.families.schema.record import KeyRow, Tie
 from flodl_hf.families.schema.shared_keys import BASE_SIZES, SIZES, EncoderSizes, rotary_rows
 from flodl_hf.nn import task_heads
 from flodl_hf.nn.attention import SelfAttention
-from flodl_hf.nn.encoder import Embeddings, MeanToken, chain, pooled, stack
-from flodl_hf.nn.layers import Activation, EncoderLayer, FeedForward
+from flodl_hf.nn.encoder import Embeddings, FirstToken, MeanToken, chain, sequence, stack
+from flodl_hf.nn.layers import EncoderLayer, FeedForward
 from flodl_hf.nn.positions import Rotary, RotarySettings
 
 
@@ -145,18 +145,13 @@ def encoder(c: EuroBertConfig) -> Graph:
 
 def classifier(c: EuroBertConfig, num_labels: int) -> Graph:
     """Return the head of whole texts: a projection, GELU and the labels' scores, pooled before or after."""
-    dense, scores = nn.Linear(c.hidden_size, c.hidden_size), nn.Linear(c.hidden_size, num_labels)
-    if c.pooling == "late":
-        flow = FlowBuilder(dense, name="dense").input("layout")
-    else:
-        flow = pooled("mean" if c.pooling == "mean" else "cls").through(dense, name="dense")
-    flow = flow.through(Activation("gelu"), name="activation").through(scores, name="classifier")
-    return (flow.through(MeanToken(), name="mean").using("layout") if c.pooling == "late" else flow).build()
-
-
-def words(c: EuroBertConfig, _: int) -> Graph:
-    """Return the masked-word head: a score for every word."""
-    return FlowBuilder(nn.Linear(c.hidden_size, c.vocab_size, bias=c.mlp_bias), name="decoder").input("layout").build()
+    return sequence(
+        **{"first": FirstToken()} if c.pooling == "bos" else {"mean": MeanToken()} if c.pooling == "mean" else {},
+        dense=nn.Linear(c.hidden_size, c.hidden_size),
+        activation="gelu",
+        classifier=nn.Linear(c.hidden_size, num_labels),
+        **{"mean": MeanToken()} if c.pooling == "late" else {},
+    )
 
 
 HEADS = {
@@ -171,7 +166,7 @@ HEADS = {
     ),
     "token_classification": replace(bert.TOKENS, body=lambda c, labels: task_heads.linear(c.hidden_size, labels, None)),
     "masked_lm": FamilyHead(
-        body=words,
+        body=lambda c, _: sequence(decoder=nn.Linear(c.hidden_size, c.vocab_size, bias=c.mlp_bias)),
         keys=(KeyRow("head.decoder", "lm_head"),),
         ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
     ),

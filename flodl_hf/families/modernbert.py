@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -43,9 +42,8 @@ from flodl_hf.families.schema.shared_keys import (
     rotary_settings,
     wavelength,
 )
-from flodl_hf.nn import task_heads
 from flodl_hf.nn.attention import SelfAttention
-from flodl_hf.nn.encoder import Embeddings, chain, stack
+from flodl_hf.nn.encoder import Embeddings, FirstToken, MeanToken, chain, sequence, stack
 from flodl_hf.nn.layers import EncoderLayer, FeedForward
 from flodl_hf.nn.positions import Rotary, RotarySettings
 
@@ -213,29 +211,39 @@ def encoder(c: ModernBertConfig) -> Graph:
     return chain(embeddings, stack(block(c, index) for index in range(c.num_layers)), norm=_norm(c))
 
 
-def _body(c: ModernBertConfig, outputs: int, **options: Any) -> Graph:
-    return task_heads.normed(
-        c.hidden_size, outputs, activation=c.classifier_activation, norm=_norm(c), bias=c.classifier_bias, **options
+def _body(
+    c: ModernBertConfig, outputs: int, dropout: float | None, name: str = "classifier", *, pooling: str = "",
+    bias: bool = True,
+) -> Graph:  # fmt: skip
+    """Return states through a projection, an activation and a norm, then dropout and the projection ``name``."""
+    return sequence(
+        first=FirstToken() if pooling == "cls" else None,
+        mean=MeanToken() if pooling == "mean" else None,
+        dense=nn.Linear(c.hidden_size, c.hidden_size, bias=c.classifier_bias),
+        activation=c.classifier_activation,
+        norm=_norm(c),
+        dropout=dropout,
+        **{name: nn.Linear(c.hidden_size, outputs, bias=bias)},
     )
 
 
 HEADS = {
     "sequence_classification": FamilyHead(
-        body=lambda c, labels: _body(c, labels, dropout=c.classifier_dropout, pooling=c.pooling),
+        body=lambda c, labels: _body(c, labels, c.classifier_dropout, pooling=c.pooling),
         keys=(*HEAD_KEYS, KeyRow("head.classifier", "classifier")),
         classifier="head.classifier",
     ),
     "token_classification": FamilyHead(
-        body=lambda c, labels: _body(c, labels, dropout=c.classifier_dropout),
+        body=lambda c, labels: _body(c, labels, c.classifier_dropout),
         keys=(*HEAD_KEYS, KeyRow("head.classifier", "classifier")),
         classifier="head.classifier",
     ),
     "question_answering": FamilyHead(
-        body=lambda c, labels: _body(c, labels, dropout=c.classifier_dropout, name="spans"),
+        body=lambda c, labels: _body(c, labels, c.classifier_dropout, "spans"),
         keys=(*HEAD_KEYS, KeyRow("head.spans", "classifier")),
     ),
     "masked_lm": FamilyHead(
-        body=lambda c, _: _body(c, c.vocab_size, out_bias=c.decoder_bias, name="decoder"),
+        body=lambda c, _: _body(c, c.vocab_size, None, "decoder", bias=c.decoder_bias),
         keys=(*HEAD_KEYS, KeyRow("head.decoder", "decoder")),
         ties=(Tie("encoder.embeddings.word.weight", "head.decoder.weight"),),
     ),

@@ -53,11 +53,6 @@ class NomicBertConfig(gte.GteConfig):
 GATES = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}
 
 
-def _longest(fields: dict[str, int]) -> int:
-    # Absent if the key is checked with another family's settings.
-    return fields.get("trained_positions", 2048)
-
-
 # fmt: off
 CONFIG = (
     Row("vocab_size",         "vocab_size",                   count(most=10_000_000)),
@@ -67,7 +62,8 @@ CONFIG = (
     Row("intermediate_size",  "intermediate_size",            count(most=1_000_000), aliases=("n_inner",)),
     Row("trained_positions",  "max_position_embeddings",      count(most=10_000_000), 2048, ("max_trained_positions",)),
     Row("stretch",            "rotary_scaling_factor",        optional(wavelength()), None),
-    Row("max_positions",      "n_positions",                  count(most=10_000_000), _longest),
+    Row("max_positions",      "n_positions",                  count(most=10_000_000),
+        lambda fields: fields.get("trained_positions", 2048)),  # absent if another family's settings are checked
     Row("type_vocab_size",    "type_vocab_size",              count(0), 2),
     Row("gate",               "activation_function",          one_of(*GATES), "swiglu"),
     Row("activation",         "hidden_act",                   activation(), lambda fields: GATES[fields["gate"]]),

@@ -118,11 +118,19 @@ class MeanToken(nn.Module):
 
 
 class FirstToken(nn.Module):
-    """The state of each text's first token."""
+    """The state of each text's first token.
+
+    Args:
+        taken: the states are those of first tokens already, and are returned as they are.
+    """
+
+    def __init__(self, *, taken: bool = False) -> None:
+        super().__init__()
+        self.taken = taken
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         """Return ``(texts, hidden)``."""
-        return layout.first(hidden)
+        return hidden if self.taken else layout.first(hidden)
 
 
 class BlockConfig(Protocol):
@@ -245,32 +253,29 @@ def chain(
     return (flow if norm is None else flow.through(norm, name="norm")).build()
 
 
-def sequence(flow: FlowBuilder | None = None, /, **modules: nn.Module | None) -> Graph:
+def sequence(**modules: nn.Module | float | str | None) -> Graph:
     """Return modules in sequence, named by their keywords, with the input ``layout``.
 
     Args:
-        flow: what comes before them; None to begin with the states.
-        **modules: None for a module that is omitted.
+        **modules: modules; a number is a dropout of that probability, a text the name of an activation. None for a
+            module that is omitted.
     """
+    flow = None
     for name, module in modules.items():
-        if module is not None:
-            flow = flow.through(module, name=name) if flow else FlowBuilder(module, name=name).input("layout")
+        if module is None:
+            continue
+        if isinstance(module, float):
+            module = nn.Dropout(module)
+        elif isinstance(module, str):
+            module = Activation(module)
+        flow = flow.through(module, name=name) if flow else FlowBuilder(module, name=name).input("layout")
+        if isinstance(module, FirstToken | MeanToken):
+            flow = flow.using("layout")
     assert flow is not None
     return flow.build()
-
-
-def pooled(pooling: str) -> FlowBuilder:
-    """Return the beginning of a body for whole texts: their first token's state ("cls") or the mean of all ("mean")."""
-    pool = FlowBuilder(FirstToken(), name="first") if pooling == "cls" else FlowBuilder(MeanToken(), name="mean")
-    return pool.input("layout").using("layout")
-
-
-def dropped(probability: float | None) -> nn.Dropout | None:
-    """Return a dropout; None for none."""
-    return None if probability is None else nn.Dropout(probability)
 
 
 def pooler(hidden_size: int, activation: str = "tanh", dropout: float | None = None) -> Graph:
     """Return the pooler: the first token's state through a projection and an activation."""
     dense = nn.Linear(hidden_size, hidden_size)
-    return sequence(pooled("cls"), dropout=dropped(dropout), dense=dense, activation=Activation(activation))
+    return sequence(first=FirstToken(), dropout=dropout, dense=dense, activation=activation)

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from flodl.graph import Graph
 from flodl_hf.errors import PredictError
-from flodl_hf.nn.encoder import dropped, pooled, sequence
-from flodl_hf.nn.layers import Activation
+from flodl_hf.nn.encoder import FirstToken, sequence
 
 
 class Relation(nn.Module):
@@ -28,20 +27,12 @@ class Relation(nn.Module):
 
     def __init__(self, hidden_size: int, num_labels: int, dropout: float | None = None) -> None:
         super().__init__()
-        self.dropout = dropped(dropout)
+        self.dropout = None if dropout is None else nn.Dropout(dropout)
         self.classifier = nn.Linear(hidden_size, num_labels)
 
     def forward(self, hidden: Tensor, pooled: Tensor) -> Tensor:
         """Return ``(texts, labels)`` of ``pooled``; token states are not read."""
         return self.classifier(pooled if self.dropout is None else self.dropout(pooled))
-
-
-class Squeezed(nn.Module):
-    """The one score of each state, without a separate dimension."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return ``(...)`` of ``(..., 1)``."""
-        return hidden.squeeze(-1)
 
 
 class Shift(nn.Module):
@@ -62,7 +53,7 @@ class Shift(nn.Module):
 
 def linear(hidden_size: int, num_labels: int, dropout: float | None, name: str = "classifier") -> Graph:
     """Return dropout (None: none) and one projection: a label score for each state."""
-    return sequence(dropout=dropped(dropout), **{name: nn.Linear(hidden_size, num_labels)})
+    return sequence(dropout=dropout, **{name: nn.Linear(hidden_size, num_labels)})
 
 
 def first_token_mlp(
@@ -78,37 +69,13 @@ def first_token_mlp(
         dropout_out: dropout before the label projection.
     """
     return sequence(
-        pooled("cls"),
-        dropout_in=dropped(dropout_in),
+        first=FirstToken(),
+        dropout_in=dropout_in,
         dense=nn.Linear(hidden_size, hidden_size),
-        activation=Activation(activation),
-        dropout=nn.Dropout(dropout_out),
+        activation=activation,
+        dropout=dropout_out,
         classifier=nn.Linear(hidden_size, num_labels),
     )
-
-
-def summary(hidden_size: int, *, projection: bool, activation: str | None, dropout: float) -> Graph:
-    """Return one score of a text from its first token's state, as transformers' summaries are configured.
-
-    Args:
-        hidden_size: width of the states.
-        projection: whether there is one before the activation.
-        activation: before the score; None for none.
-        dropout: before the score.
-    """
-    return sequence(
-        pooled("cls"),
-        dense=nn.Linear(hidden_size, hidden_size) if projection else None,
-        activation=None if activation is None else Activation(activation),
-        dropout=nn.Dropout(dropout),
-        classifier=nn.Linear(hidden_size, 1),
-    )
-
-
-def token_score(hidden_size: int, activation: str) -> Graph:
-    """Return a projection, an activation and one score for each token."""
-    dense, classifier = nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, 1)
-    return sequence(dense=dense, activation=Activation(activation), classifier=classifier, squeezed=Squeezed())
 
 
 def lm(hidden_size: int, embedding_size: int, vocab_size: int, activation: str, norm_eps: float) -> Graph:
@@ -118,7 +85,7 @@ def lm(hidden_size: int, embedding_size: int, vocab_size: int, activation: str, 
     """
     return sequence(
         dense=nn.Linear(hidden_size, embedding_size),
-        activation=Activation(activation),
+        activation=activation,
         norm=nn.LayerNorm(embedding_size, eps=norm_eps),
         decoder=nn.Linear(embedding_size, vocab_size),
     )
@@ -138,46 +105,11 @@ def shifted_lm(hidden_size: int, vocab_size: int, activation: str, norm_eps: flo
     return sequence(
         **{
             f"{prefix}dense": nn.Linear(hidden_size, hidden_size),
-            f"{prefix}activation": Activation(activation),
+            f"{prefix}activation": activation,
             f"{prefix}norm": nn.LayerNorm(hidden_size, eps=norm_eps),
             "decoder": nn.Linear(hidden_size, vocab_size, bias=False),
             bias: Shift(vocab_size),
         }
-    )
-
-
-def normed(
-    hidden_size: int,
-    num_labels: int,
-    *,
-    activation: str,
-    norm: nn.Module,
-    bias: bool = True,
-    pooling: str | None = None,
-    dropout: float | None = None,
-    out_bias: bool = True,
-    name: str = "classifier",
-) -> Graph:
-    """Return states through a projection, an activation and a norm, then dropout and the last projection.
-
-    Args:
-        hidden_size: width of the states.
-        num_labels: scores out.
-        activation: after the first projection.
-        norm: after the activation.
-        bias: whether the first projection adds one.
-        pooling: "cls" or "mean" to score texts by their first token or the mean of all; None to score tokens.
-        dropout: before the last projection; None for none.
-        out_bias: whether the last projection adds a bias.
-        name: of the last projection.
-    """
-    return sequence(
-        None if pooling is None else pooled(pooling),
-        dense=nn.Linear(hidden_size, hidden_size, bias=bias),
-        activation=Activation(activation),
-        norm=norm,
-        dropout=dropped(dropout),
-        **{name: nn.Linear(hidden_size, num_labels, bias=out_bias)},
     )
 
 

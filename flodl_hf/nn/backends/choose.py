@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flodl.graph import Graph
 from flodl_hf.nn.attention import Kernel, SelfAttention
@@ -24,7 +24,6 @@ from flodl_hf.nn.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.encoder import FirstToken
 from flodl_hf.nn.kernels.self_test import trusted
 from flodl_hf.nn.layers import TORCH, EncoderLayer, FeedForward, Table
-from flodl_hf.nn.layout import Layout
 from flodl_hf.nn.positions import RelativeBias, Rotary, SlopedBias
 
 
@@ -167,14 +166,6 @@ def _arrange(graph: nn.Module, table: Table) -> dict[str, str]:
     return lacking
 
 
-class _Taken(nn.Module):
-    """Replaces the selection of first tokens after a layer that returns only these."""
-
-    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
-        """Return ``hidden`` as it is."""
-        return hidden
-
-
 def _finish_first_tokens(graph: nn.Module) -> None:
     """Let the last layer finish first tokens alone, where a classifier reads no others and a table runs it."""
     encoder = dict(graph.named_children()).get("encoder", nn.Module())
@@ -213,7 +204,7 @@ def finish_first_tokens(graph: nn.Module, last: EncoderLayer) -> None:
         return
     parts = dict(graph.named_children())
     last.first_only = True
-    parts.get("pooler", parts["head"]).first = _Taken()
+    parts.get("pooler", parts["head"]).first = FirstToken(taken=True)
 
 
 # ---- training --------------------------------------------------------------------------------------------
