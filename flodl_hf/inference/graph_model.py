@@ -239,7 +239,7 @@ class GraphModel(nn.Module):
                     "them out"
                 )
             ids, types, led = lead.rows(ids, types, layout)
-            embeds = None if embeds is None else lead.embedded(self.graph, embeds)
+            embeds = None if embeds is None else lead.embedded(embeds)
         given: dict[str, Any] = {"token_type_ids": types, "position_ids": position_ids, "layout": led}
         seen: dict[str, list[Tensor]] = {}
         with ExitStack() as stack:

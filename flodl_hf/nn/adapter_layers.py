@@ -62,13 +62,10 @@ class TablePart(nn.Module):
         low = F.embedding(ids, self.down.t(), table.padding_idx) @ self.up.t()
         if self.magnitude is None:
             return (result + low * self.scale).to(result.dtype)
-        ratio = (self.magnitude / self._lengths(table.weight)).view(1, -1)
+        with torch.no_grad():  # 2-norms of the columns of table and sum together
+            lengths = torch.linalg.norm(table.weight.t() + self.scale * (self.down.t() @ self.up.t()).t(), dim=1)
+        ratio = (self.magnitude / lengths).view(1, -1)
         return (ratio * result + ratio * low * self.scale).to(result.dtype)
-
-    def _lengths(self, weight: Tensor) -> Tensor:
-        """Return the 2-norms of the columns of table and sum together, ``(width,)``, without a gradient."""
-        with torch.no_grad():
-            return torch.linalg.norm(weight.t() + self.scale * (self.down.t() @ self.up.t()).t(), dim=1)
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return one table with the sum: computed in float64, rounded once to the dtype of ``weight``."""
@@ -108,10 +105,6 @@ class RowsPart(nn.Module):
         """Return the table with the rows in it."""
         with torch.no_grad():
             return weight.index_copy(0, self.ids.to(weight.device), self.rows.to(weight))
-
-    def extra_repr(self) -> str:
-        """Show the number of rows in ``print(model)``."""
-        return f"rows={len(self.rows)}"
 
 
 class AdaptedEmbedding(nn.Embedding):
@@ -253,19 +246,15 @@ def _added(
         return (result + low * part.scale).to(dtype)
     assert weight is not None
     weight = weight.to(x.dtype)
-    length = (magnitude / _row_lengths(part, up, weight)).view(1, -1)
-    plain = result if bias is None else result - bias
-    base = F.linear(x, weight) if part.dropped else plain
-    return (result + ((length - 1) * base + length * low * part.scale)).to(dtype)
-
-
-def _row_lengths(part: LoraPart, up: Tensor, weight: Tensor) -> Tensor:
-    """Return the 2-norms of the rows of weight and sum together, ``(out,)``, without a gradient (DoRA, 4.3)."""
-    with torch.no_grad():
+    with torch.no_grad():  # 2-norms of the rows of weight and sum together (DoRA, 4.3)
         # By a product with the identity, as in peft; a product of the two does not always give the same bits.
         eye = torch.eye(part.down.shape[1], device=part.down.device, dtype=part.down.dtype)
         total = weight + part.scale * F.linear(F.linear(eye, part.down), up).T.to(weight.dtype)
-        return torch.linalg.norm(total, dim=1).to(weight.dtype)
+        lengths = torch.linalg.norm(total, dim=1).to(weight.dtype)
+    length = (magnitude / lengths).view(1, -1)
+    plain = result if bias is None else result - bias
+    base = F.linear(x, weight) if part.dropped else plain
+    return (result + ((length - 1) * base + length * low * part.scale)).to(dtype)
 
 
 class _Beside(Function):
@@ -328,10 +317,6 @@ class ScalePart(nn.Module):
         if bias is None or self.on_input or self.spares_bias:
             return bias
         return (bias.detach().double() * self.scales.detach().double()).to(bias.dtype)
-
-    def extra_repr(self) -> str:
-        """Show which side is scaled in ``print(model)``."""
-        return "on_input" if self.on_input else "on_output"
 
 
 class ScaledLinear(nn.Linear):

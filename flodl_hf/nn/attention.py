@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +98,7 @@ class SelfAttention(nn.Module):
         self.rotary = rotary
         self.output = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.dropout = nn.Dropout(hidden_dropout)
+        self.prefix: Any = None  # what makes keys and values to add before each text's (`flodl_hf.nn.prompts`)
 
     def forward(self, hidden: Tensor, layout: Layout, bias: Bias | None = None) -> Tensor:
         """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
@@ -124,9 +126,10 @@ class SelfAttention(nn.Module):
         if not placed:
             if self.scale_first:
                 scale, query = 1.0, query * (query.shape[-1] // self.num_heads) ** -0.5
-            query, key = self.placed(query, key, layout)
-            if self.rotary is not None and self.rotary.values:
-                value = self.rotary(value, layout, self.kv_heads)
+            if self.rotary is not None:
+                query, key = self.rotary(query, layout, self.num_heads), self.rotary(key, layout, self.kv_heads)
+                if self.rotary.values:
+                    value = self.rotary(value, layout, self.kv_heads)
         chosen = self.implementation
         plain = chosen == "eager" or (chosen == "sdpa" and not self.fused and not fast)
         return attend(
@@ -143,19 +146,9 @@ class SelfAttention(nn.Module):
             scale=scale,
             divides=not self.fused,
             seen=self.seen,
-            lead=self.lead(),
+            lead=None if self.prefix is None else self.prefix.keys_and_values(),
             kernel=kernel,
         )
-
-    def lead(self) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values to add before each text's, ``(count, N*H)`` each; None for none."""
-        return None
-
-    def placed(self, query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return queries and keys with positions applied, if attention applies them."""
-        if self.rotary is None:
-            return query, key
-        return self.rotary(query, layout, self.num_heads), self.rotary(key, layout, self.kv_heads)
 
 
 def attend(
@@ -201,10 +194,19 @@ def attend(
     factor = width**-0.5 if scale is None else scale
     if isinstance(layout, Packed) and implementation == "sdpa" and bias is None and lead is None and query.is_cuda:
         q, k, v = (x.view(x.shape[0], n, -1) for x, n in ((query, num_heads), (key, kv_heads), (value, kv_heads)))
+        # Kernels refuse a longest text that is longer than all tokens.
+        ends, longest = (layout.offsets,) * 2, (min(layout.max_length, q.shape[0]),) * 2
         if q.dtype in (torch.float16, torch.bfloat16) and width <= 256 and width % 8 == 0:
-            return _flash(q, k, v, layout, dropout, window, factor).reshape(query.shape)
+            # The operator that `torch.nn.attention.varlen` calls, which has no dropout and costs more to launch.
+            flash = torch.ops.aten._flash_attention_forward
+            near = {} if window is None else {"window_size_left": window, "window_size_right": window}
+            mixed = flash(q, k, v, *ends, *longest, dropout, False, False, scale=factor, **near)[0]
+            return mixed.reshape(query.shape)
         if q.dtype == torch.float32 and width % 4 == 0 and window is None and kv_heads == num_heads:
-            return _efficient(q, k, v, layout, dropout, factor).reshape(query.shape)
+            efficient = torch.ops.aten._efficient_attention_forward
+            learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+            x = (q[None], k[None], v[None], None, *ends, *longest, dropout, 0, learns)
+            return efficient(*x, scale=factor)[0][0].reshape(query.shape)
     eager = partial(_eager, divisor=math.sqrt(width) if divides else None, seen=seen)
     mix = eager if implementation == "eager" else kernel or fused
 
@@ -335,25 +337,3 @@ def _eager(
     for taker in seen:
         taker.append(weights)
     return torch.matmul(weights, v)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, window: int | None, scale: float) -> Tensor:
-    # The operator that `torch.nn.attention.varlen` calls, which has no dropout and costs more to launch.
-    ends, longest = layout.offsets, _longest(q, layout)
-    near = {} if window is None else {"window_size_left": window, "window_size_right": window}
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, ends, ends, longest, longest, dropout, False, False, scale=scale, **near
-    )[0]
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, layout: Packed, dropout: float, scale: float) -> Tensor:
-    ends, longest = layout.offsets, _longest(q, layout)
-    wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return torch.ops.aten._efficient_attention_forward(
-        q[None], k[None], v[None], None, ends, ends, longest, longest, dropout, 0, wants_gradient, scale=scale,
-    )[0][0]  # fmt: skip
-
-
-def _longest(q: Tensor, layout: Packed) -> int:
-    """Return an upper bound of a text's tokens, limited to all tokens: kernels refuse larger values."""
-    return min(layout.max_length, q.shape[0])

@@ -95,14 +95,10 @@ class StepwiseNorm(nn.LayerNorm):
         wide = (wide - mean) / torch.sqrt(variance + self.eps)
         return self.weight * wide.to(input.dtype) + self.bias
 
-    def fused(self, hidden: Tensor) -> Tensor:
-        """Return the same up to rounding, by torch's own layer norm."""
-        return super().forward(hidden)
-
 
 def normalised(norm: nn.Module, hidden: Tensor) -> Tensor:
-    """Return the normalised states by the quickest way that torch has."""
-    return norm.fused(hidden) if type(norm) is StepwiseNorm else norm(hidden)
+    """Return the normalised states by the quickest way that torch has, equal up to rounding."""
+    return nn.LayerNorm.forward(norm, hidden) if type(norm) is StepwiseNorm else norm(hidden)
 
 
 class Table:
@@ -139,22 +135,16 @@ class Table:
         """Return the normalised states."""
         return norm(hidden)
 
-    def add_norm(self, layer: Any, norm: nn.Module, branch: Any, residual: Tensor, layout: Layout) -> Tensor:
-        """Return the normalised sum (post-norm layers)."""
-        return self.norm(norm, self.add(layer, branch, residual, layout), layout)
-
-    def add_then_norm(
+    def add_norm(
         self, layer: Any, norm: nn.Module, branch: Any, residual: Tensor, layout: Layout
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum, and it normalised (pre-norm layers)."""
+        """Return what the next sum adds to, and what the next part reads: the sum and its norm, or the norm twice."""
         total = self.add(layer, branch, residual, layout)
-        return total, self.norm(norm, total, layout)
-
-    def __deepcopy__(self, memo: Any) -> Table:
-        # A copy of a layer is run by torch until a table is assigned to it.
-        return TORCH
+        normed = self.norm(norm, total, layout)
+        return total if layer.order == "pre" else normed, normed
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a layer is run by torch until a table is assigned to it.
         return _reference, ()
 
 
@@ -268,17 +258,16 @@ class EncoderLayer(nn.Module):
             **kwargs: further keyword arguments of attention.
         """
         table = self.table.begin(self, hidden, layout, kwargs)
-        first = self.first_only
-        if self.order == "post":
-            branch = table.attend(self, hidden, layout, kwargs, first)
-            residual = layout.first(hidden) if first else hidden
-            hidden = table.add_norm(self, self.attention_norm, branch, residual, layout)
-            branch = table.transform(self, hidden, layout)
-            return table.add_norm(self, self.feed_forward_norm, branch, hidden, layout)
-        branch = table.attend(self, table.norm(self.attention_norm, hidden, layout), layout, kwargs, first)
+        first, pre = self.first_only, self.order == "pre"
+        given = table.norm(self.attention_norm, hidden, layout) if pre else hidden
+        branch = table.attend(self, given, layout, kwargs, first)
         residual = layout.first(hidden) if first else hidden
-        hidden, normed = table.add_then_norm(self, self.feed_forward_norm, branch, residual, layout)
-        return table.add(self, table.transform(self, normed, layout), hidden, layout)
+        norm = self.feed_forward_norm if pre else self.attention_norm
+        hidden, given = table.add_norm(self, norm, branch, residual, layout)
+        branch = table.transform(self, given, layout)
+        if pre:
+            return table.add(self, branch, hidden, layout)
+        return table.add_norm(self, self.feed_forward_norm, branch, hidden, layout)[0]
 
     def extra_repr(self) -> str:
         """Show the order of norms, and the table where it is not torch's, in ``print(model)``."""

@@ -1,8 +1,8 @@
 """Virtual tokens before each text (prompt tuning), and learned keys and values in every layer (prefix tuning).
 
 Virtual tokens have ids beyond every vocabulary, so that rows of tokens grow by them before the graph is called
-(`VirtualTokens`), and everything behind the word table sees ordinary tokens: positions, attention, the first token
-that a head reads. Results of tokens exclude the virtual ones.
+(`PromptedEmbedding.rows`), and everything behind the word table sees ordinary tokens: positions, attention, the first
+token that a head reads. Results of tokens exclude the virtual ones.
 
 With a prefix, rows stay as they are; each token attends to so many places more, and the places of tokens are counted
 after them, as transformers counts them behind keys and values of earlier texts.
@@ -10,7 +10,6 @@ after them, as transformers counts them behind keys and values of earlier texts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,10 +42,6 @@ class PromptPart(nn.Module):
         """Return the vectors as the model reads them, ``(count, width)``."""
         return self.vectors if self.encoder is None else self.encoder(self.vectors)
 
-    def extra_repr(self) -> str:
-        """Show how many there are in ``print(model)``."""
-        return f"tokens={len(self.vectors)}"
-
 
 class BiLstmEncoder(nn.Module):
     """Vectors read by an LSTM from both ends, in two layers, and two linear layers behind it.
@@ -62,13 +57,10 @@ class BiLstmEncoder(nn.Module):
         self.head = nn.Sequential(nn.Linear(2 * inner, 2 * inner), nn.ReLU(), nn.Linear(2 * inner, width))
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Return vectors, ``(count, width)``."""
-        return self.head(self.read(vectors))
+        """Return vectors, ``(count, width)``.
 
-    def read(self, vectors: Tensor) -> Tensor:
-        """Return the output of the LSTM, ``(count, 2 * inner)``, computed with plain operations.
-
-        Those can be recorded with the steps of a run, and give the same bits with and without gradients.
+        The LSTM is computed with plain operations: those can be recorded with the steps of a run, and give the same
+        bits with and without gradients.
         """
         for layer in range(2):
             ways = []
@@ -85,7 +77,7 @@ class BiLstmEncoder(nn.Module):
                     found.append(state)
                 ways.append(torch.stack(found[::-1] if end else found))
             vectors = torch.cat(ways, 1)
-        return vectors
+        return self.head(vectors)
 
 
 class PromptedEmbedding(nn.Embedding):
@@ -94,11 +86,15 @@ class PromptedEmbedding(nn.Embedding):
     Args:
         words: the table, which stays as it is.
         part: the vectors.
+
+    Attributes:
+        count: number of virtual tokens before each text.
     """
 
     def __init__(self, words: nn.Embedding, part: PromptPart) -> None:
         stand_in_for(self, words)
         self.prompt = part
+        self.count = len(part.vectors)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of ids, virtual tokens included."""
@@ -107,33 +103,22 @@ class PromptedEmbedding(nn.Embedding):
         made = self.prompt.virtual_tokens().to(words.dtype)
         return torch.where(virtual[..., None], F.embedding((input - FIRST_VIRTUAL_ID).clamp(min=0), made), words)
 
-
-@dataclass(frozen=True)
-class VirtualTokens:
-    """Virtual tokens before each text of a call.
-
-    Args:
-        count: how many.
-    """
-
-    count: int
-
     def rows(self, ids: Tensor, types: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None, Layout]:
         """Return ids, token types and layout with the virtual tokens; their type is 0."""
         numbers = torch.arange(FIRST_VIRTUAL_ID, FIRST_VIRTUAL_ID + self.count, device=ids.device)
         kinds = None if types is None else layout.before(torch.zeros_like(numbers), types)
         return layout.before(numbers, ids), kinds, layout.led(self.count)
 
-    def embedded(self, graph: Any, embeds: Tensor) -> Tensor:
+    def embedded(self, embeds: Tensor) -> Tensor:
         """Return the given embeddings, ``(batch, seq, width)``, with the virtual tokens' before them."""
-        made = graph.get_submodule(WORDS).prompt.virtual_tokens().to(embeds)
+        made = self.prompt.virtual_tokens().to(embeds)
         return torch.cat([made.expand(len(embeds), -1, -1), embeds], 1)
 
 
-def prefix_of(graph: Any) -> VirtualTokens | None:
-    """Return the virtual tokens that a graph's texts are to begin with; None without."""
+def prefix_of(graph: Any) -> PromptedEmbedding | None:
+    """Return the word table with the virtual tokens that a graph's texts are to begin with; None without."""
     words = graph.get_submodule(WORDS)
-    return VirtualTokens(len(words.prompt.vectors)) if type(words) is PromptedEmbedding else None
+    return words if type(words) is PromptedEmbedding else None
 
 
 class PrefixPart(nn.Module):
@@ -152,10 +137,6 @@ class PrefixPart(nn.Module):
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values as the layer reads them."""
         return self.keys, self.values
-
-    def extra_repr(self) -> str:
-        """Show how many there are in ``print(model)``."""
-        return f"tokens={len(self.keys_and_values()[0])}"
 
 
 class PrefixMaker(nn.Module):
@@ -216,10 +197,6 @@ class PrefixedAttention(SelfAttention):
             self.add_module(name, child)
         self.prefix = part
         self.train(attention.training)
-
-    def lead(self) -> tuple[Tensor, Tensor]:
-        """Return the learned keys and values."""
-        return self.prefix.keys_and_values()
 
 
 class ShiftPart(nn.Module):

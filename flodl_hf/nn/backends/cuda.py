@@ -208,21 +208,16 @@ class CudaTable(Table):
             return kept[2]
         return normalised(norm, hidden)
 
-    def add_norm(self, layer: Layer, norm: nn.Module, branch: Branch, residual: Tensor, layout: Layout) -> Tensor:
-        """Return the normalised sum, by one kernel in half precision."""
+    def add_norm(
+        self, layer: Layer, norm: nn.Module, branch: Branch, residual: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum and its norm; post: the norm twice. By one kernel in half precision."""
         kind = self._kind(norm, residual)
         if kind is None:
             return super().add_norm(layer, norm, branch, residual, layout)
-        return self._summed(branch, residual, kind, layout, pre=False)[1]
-
-    def add_then_norm(
-        self, layer: Layer, norm: nn.Module, branch: Branch, residual: Tensor, layout: Layout
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sum, and it normalised, by one kernel in half precision."""
-        kind = self._kind(norm, residual)
-        if kind is None:
-            return super().add_then_norm(layer, norm, branch, residual, layout)
-        return self._summed(branch, residual, kind, layout, pre=True)
+        pre = layer.order == "pre"
+        total, normed = self._summed(branch, residual, kind, layout, pre=pre)
+        return total if pre else normed, normed
 
     def _kind(self, norm: nn.Module, states: Tensor) -> tuple[Tensor, Tensor | None, float, bool] | None:
         return norm_kind(norm) if self.kernels and states.shape[-1] <= WIDEST else None

@@ -300,26 +300,20 @@ class TrainingTable(Table):
         with torch.autocast(hidden.device.type, enabled=False):
             return norm(hidden.float())
 
-    def add_norm(self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
-        """Return the normalised sum, float32; its half-precision copy is kept for the next operation."""
-        return self._summed(norm, branch, residual, layout, pre=False)[0]
-
-    def add_then_norm(
+    def add_norm(
         self, layer: Layer, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum, float32, and it normalised, in half precision."""
-        return self._summed(norm, branch, residual, layout, pre=True)
+        """Return the sum, float32, and its norm in half precision; post: the norm twice, float32.
 
-    def _summed(
-        self, norm: nn.Module, branch: _Branch, residual: Tensor, layout: Layout, *, pre: bool
-    ) -> tuple[Tensor, Tensor]:
+        The half-precision copy of the latter is kept for the next operation.
+        """
         from flodl_hf.nn.kernels.operations import added_and_normed, projected
 
         kind = norm_kind(norm)
         assert kind is not None
         weight, bias, eps, center = kind
         carried, width = self._carried(layout), residual.shape[-1]
-        linear, dropout = branch.linear, branch.dropout
+        linear, dropout, pre = branch.linear, branch.dropout, layer.order == "pre"
         with torch.autocast(residual.device.type, enabled=False):
             x = projected(branch.states, *branch.halves, [linear.weight], [])
             (x,) = _adapted([x], branch.states, [linear], carried)
@@ -331,7 +325,7 @@ class TrainingTable(Table):
         if pre:
             return states, half.view(residual.shape)
         carried.keep(states, half)
-        return states, half
+        return states, states
 
 
 def _in_one_piece(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
