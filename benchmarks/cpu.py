@@ -37,7 +37,7 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import cpu_features
 from flodl_hf.models import EncoderModel
-from flodl_hf.nn.backends.cpu_products import (
+from flodl_hf.nn.backends.cpu import (
     Int8Linear,
     OneDnnLinear,
     Scratch,

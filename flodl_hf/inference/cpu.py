@@ -3,8 +3,8 @@
 Decides by capability, as torch reports it: where AVX-512 is, oneDNN with reordered weights multiplies fastest;
 elsewhere torch's own product does, and nothing is copied. Layers get the processor's table either way
 (`flodl_hf.nn.backends.cpu`): sums ride along with products, activations happen in place, buffers are kept, and a
-classifier's last layer computes first tokens alone. Kernels are in `cpu_products`; when a graph is made and remade
-is `prepared`'s.
+classifier's last layer computes first tokens alone. When a graph is made and
+remade is `prepared`'s.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from flodl_hf.inference import cpu_features
-from flodl_hf.nn.backends.choose import arrange_processor, layers_of
-from flodl_hf.nn.backends.cpu import MakeProduct
-from flodl_hf.nn.backends.cpu_products import (
+from flodl_hf.nn.backends.choose import arrange, layers_of
+from flodl_hf.nn.backends.cpu import (
     CpuLinear,
     HalfAttention,
     Int8Linear,
+    MakeProduct,
     OneDnnLinear,
+    ProcessorTable,
     Product,
     Scratch,
     TorchLinear,
@@ -57,7 +58,8 @@ def prepare_cpu(graph: nn.Module, precision: Precision | None) -> dict[str, str]
         make = partial(Int8Linear, bits=8 if sums_in_32_bits() else 7)
     half = next(graph.parameters()).dtype == torch.bfloat16 and _attends_in_half()
     kernel = HalfAttention(scratch) if half else None
-    lacking = arrange_processor(graph, make, joined=precision in ("bf16", "int8") or _reorders(), kernel=kernel)
+    joined = precision in ("bf16", "int8") or _reorders()
+    lacking = arrange(graph, ProcessorTable(make, joined=joined, kernel=kernel))
     if precision == "int8" or _reorders():
         # Heads are a small part of the work and the answer itself, so int8 leaves them alone.
         _linears(graph.get_submodule("encoder") if precision == "int8" else graph, make)

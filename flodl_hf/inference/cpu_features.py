@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from flodl_hf.nn.backends.cpu_products import has_int8, has_onednn
+from flodl_hf.nn.backends.cpu import has_int8, has_onednn
 
 
 def missing(precision: str) -> str | None:

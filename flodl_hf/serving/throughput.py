@@ -33,7 +33,7 @@ def measure_peak(device: Any, dtype: Any) -> float:
         product = torch.empty_like(matrix)
         ways: list[Callable[[], Any]] = [lambda: torch.mm(matrix, matrix, out=product)]
         if device.type == "cpu":
-            from flodl_hf.nn.backends.cpu_products import OneDnnLinear, has_onednn
+            from flodl_hf.nn.backends.cpu import OneDnnLinear, has_onednn
 
             # On other processors than Intel's, torch's product reaches about half of oneDNN's speed.
             if has_onednn(dtype):

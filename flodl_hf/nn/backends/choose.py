@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from flodl.graph import Graph
-from flodl_hf.nn.attention import Kernel, SelfAttention
-from flodl_hf.nn.backends.cpu import MakeProduct, ProcessorTable
+from flodl_hf.nn.attention import SelfAttention
 from flodl_hf.nn.backends.cuda import CudaTable, norm_kind
 from flodl_hf.nn.backends.cuda_float32 import WIDEST_SPLIT, SplitTable
 from flodl_hf.nn.backends.cuda_training import TrainingTable
@@ -32,20 +31,6 @@ def layers_of(graph: nn.Module) -> Iterator[tuple[str, EncoderLayer]]:
     yield from ((name, module) for name, module in graph.named_modules() if isinstance(module, EncoderLayer))
 
 
-def arrange_processor(
-    graph: nn.Module, make: MakeProduct, *, joined: bool, kernel: Kernel | None = None
-) -> dict[str, str]:
-    """Have a graph's layers run by a processor's table, in place; return why where not, by path.
-
-    Args:
-        graph: for prediction alone; its parameters are read at the first use.
-        make: makes the product of a weight and a bias.
-        joined: one product for query, key and value.
-        kernel: takes the place of torch's fused attention; None for none.
-    """
-    return _arrange(graph, ProcessorTable(make, joined=joined, kernel=kernel))
-
-
 def arrange_cuda(graph: nn.Module, *, split: bool = False) -> dict[str, str]:
     """Have a graph's layers run by the table of a CUDA device, in place; return why where not, by path.
 
@@ -53,24 +38,21 @@ def arrange_cuda(graph: nn.Module, *, split: bool = False) -> dict[str, str]:
         graph: for prediction alone, on its device, in the dtype that it is to compute in.
         split: in float32, compute products in parts, for which copies of the weights are kept.
     """
-    table = _cuda_table(graph, split=split)
-    lacking = _arrange(graph, table)
+    first = next(graph.parameters())
+    sizes = prediction_sizes(graph)
+    if first.dtype == torch.float32:
+        held = split and splits(first.device, sizes) and _has_room(graph, first.device)
+        table = SplitTable() if held else CudaTable(kernels=False)
+    else:
+        half = first.dtype in (torch.float16, torch.bfloat16)
+        held = half and all(trusted("prediction", first.device, first.dtype, each, prediction) for each in sizes)
+        table = CudaTable(kernels=held, distances=any(each.distances for each in sizes))
+    lacking = arrange(graph, table)
     for _, layer in layers_of(graph):
         if layer.table is table:
             table.join(layer)
     table.follow(layer for _, layer in layers_of(graph))
     return lacking
-
-
-def _cuda_table(graph: nn.Module, *, split: bool) -> CudaTable:
-    first = next(graph.parameters())
-    sizes = prediction_sizes(graph)
-    if first.dtype == torch.float32:
-        held = split and splits(first.device, sizes) and _has_room(graph, first.device)
-        return SplitTable() if held else CudaTable(kernels=False)
-    half = first.dtype in (torch.float16, torch.bfloat16)
-    held = half and all(trusted("prediction", first.device, first.dtype, each, prediction) for each in sizes)
-    return CudaTable(kernels=held, distances=any(each.distances for each in sizes))
 
 
 def splits(device: torch.device, sizes: Iterable[LayerSizes], *, rehearse: bool = False) -> bool:
@@ -149,7 +131,15 @@ def _turns(rotary: Rotary | None) -> Turns | None:
     return "wide" if rotary.widened else "stepwise"
 
 
-def _arrange(graph: nn.Module, table: Table) -> dict[str, str]:
+def arrange(graph: nn.Module, table: Table) -> dict[str, str]:
+    """Have a graph's layers run by a table, in place; return why where not, by path.
+
+    The last layer finishes first tokens alone, where a classifier reads no others and the table runs it.
+
+    Args:
+        graph: for prediction alone; its parameters are read at the first use.
+        table: of a processor or a CUDA device.
+    """
     lacking: dict[str, str] = {}
     for path, layer in layers_of(graph):
         reason = table.lacks(layer)
@@ -162,16 +152,11 @@ def _arrange(graph: nn.Module, table: Table) -> dict[str, str]:
             layer.attention.keeps_positions = True
             if layer.attention.implementation == "sdpa":
                 layer.attention.implementation = "fast"
-    _finish_first_tokens(graph)
-    return lacking
-
-
-def _finish_first_tokens(graph: nn.Module) -> None:
-    """Let the last layer finish first tokens alone, where a classifier reads no others and a table runs it."""
     encoder = dict(graph.named_children()).get("encoder", nn.Module())
     last = alone_last(graph, dict(encoder.named_children()).get("layers"))
     if last is not None:
         finish_first_tokens(graph, last)
+    return lacking
 
 
 def alone_last(graph: nn.Module, layers: nn.Module | None) -> EncoderLayer | None:

@@ -19,7 +19,7 @@ from flodl_hf.families import FAMILIES
 from flodl_hf.heads.auto import load
 from flodl_hf.inference import layers_from_disk
 from flodl_hf.inference.layers_from_disk import _steps_of
-from flodl_hf.nn.backends.cpu_products import has_int8, has_onednn
+from flodl_hf.nn.backends.cpu import has_int8, has_onednn
 
 Saved = Callable[..., Path]
 

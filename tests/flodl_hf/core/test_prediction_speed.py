@@ -32,7 +32,7 @@ from flodl_hf.inference.prepared_graph import _PLACE, _trusts_buckets, prepared,
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.attention import attend
 from flodl_hf.nn.backends import self_tests
-from flodl_hf.nn.backends.cpu_products import has_int8
+from flodl_hf.nn.backends.cpu import has_int8
 from flodl_hf.nn.buckets import Buffer, bucket_of, fill
 from flodl_hf.nn.kernels import self_test as trust
 from flodl_hf.nn.layout import Packed
@@ -347,7 +347,7 @@ def test_a_models_first_answer_has_the_bits_of_its_later_ones(
     make: Make, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flodl_hf.inference import cpu
-    from flodl_hf.nn.backends.cpu_products import has_onednn
+    from flodl_hf.nn.backends.cpu import has_onednn
 
     if not has_onednn(torch.float32):
         pytest.skip("this build of torch has no reordered products")

@@ -16,7 +16,7 @@ from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import cpu, cpu_features
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.nn.backends.cpu_products import (
+from flodl_hf.nn.backends.cpu import (
     Int8Linear,
     OneDnnLinear,
     Scratch,

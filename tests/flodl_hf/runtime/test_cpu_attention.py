@@ -13,8 +13,8 @@ from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import cpu, cpu_features
 from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.nn.attention import attend, fused
-from flodl_hf.nn.backends import cpu_products as cpu_attention
-from flodl_hf.nn.backends.cpu_products import HalfAttention, Scratch, has_half_attention
+from flodl_hf.nn.backends import cpu as cpu_attention
+from flodl_hf.nn.backends.cpu import HalfAttention, Scratch, has_half_attention
 from flodl_hf.nn.layers import EncoderLayer
 from flodl_hf.nn.layout import Packed
 

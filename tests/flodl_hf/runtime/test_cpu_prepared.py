@@ -12,7 +12,7 @@ from flodl_hf.inference import cpu, cpu_features
 from flodl_hf.inference.options import Precision
 from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.nn.backends.cpu_products import has_int8, has_onednn
+from flodl_hf.nn.backends.cpu import has_int8, has_onednn
 from flodl_hf.nn.layers import EncoderLayer
 from flodl_hf.nn.layout import Packed
 

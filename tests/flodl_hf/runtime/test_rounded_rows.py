@@ -18,7 +18,7 @@ from flodl_hf.inference.engine import Engine
 from flodl_hf.inference.prepared_graph import forget
 from flodl_hf.inference.token_table import TokenTable
 from flodl_hf.models.encoder_model import EncoderModel
-from flodl_hf.nn.backends.cpu_products import Int8Linear, OneDnnLinear, has_int8, has_onednn
+from flodl_hf.nn.backends.cpu import Int8Linear, OneDnnLinear, has_int8, has_onednn
 from flodl_hf.nn.buckets import laid_out, rounded
 
 VOCABULARY = 90

@@ -8,7 +8,7 @@ import torch
 
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.auto import head_named
-from flodl_hf.nn.backends import cpu_products
+from flodl_hf.nn.backends import cpu
 from flodl_hf.serving.throughput import TokenRate, measure_peak, operations_of_token
 
 SIZES: dict[str, Any] = {
@@ -26,12 +26,12 @@ def test_operations_of_a_token(family: str, more: dict[str, Any], projection: in
 
 def test_the_peak_is_that_of_the_faster_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """On AMD's processors oneDNN multiplies twice as fast as torch's own product."""
-    monkeypatch.setattr(cpu_products, "has_onednn", lambda dtype: True)
-    monkeypatch.setattr(cpu_products, "OneDnnLinear", lambda weight, bias, at_once: lambda x: x)  # in no time
+    monkeypatch.setattr(cpu, "has_onednn", lambda dtype: True)
+    monkeypatch.setattr(cpu, "OneDnnLinear", lambda weight, bias, at_once: lambda x: x)  # in no time
     monkeypatch.setattr(torch, "mm", lambda *matrices, out: time.sleep(0.005))
     at_most = 2 * 512**3 / 0.005
     assert measure_peak(torch.device("cpu"), torch.float32) > at_most
-    monkeypatch.setattr(cpu_products, "has_onednn", lambda dtype: False)
+    monkeypatch.setattr(cpu, "has_onednn", lambda dtype: False)
     assert measure_peak(torch.device("cpu"), torch.float32) <= at_most
 
 
