@@ -59,7 +59,6 @@ class DisentangledAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.relative = relative
         self.joined = joined
         self.content_to_position = "c2p" in kinds
         self.position_to_content = "p2c" in kinds
@@ -85,42 +84,31 @@ class DisentangledAttention(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout, relative: Relative | None = None) -> Tensor:
         """Return the attended states, shaped like ``hidden``: ``(B, S, hidden)`` or ``(T, hidden)``."""
-        if self._joins(hidden):
-            return self.dropout(self.output(self._joined(hidden, layout, relative)))
         parts = (self.query, self.key, self.value)
-        if self.joined and self._way(hidden, self._computed(hidden)) == "reference":
-            by_head = products_by_head(hidden, self.num_heads, *parts)
-            return self.dropout(self.output(self._by_reference(by_head, layout, relative if self.relative else None)))
-        query, key, value = (part(hidden) for part in parts)
-        return self.dropout(self.output(self.mixed(query, key, value, layout, relative)))
+        if self._joins(hidden):
+            mixed = self._joined(hidden, layout, relative)
+        elif self.joined and self._way(hidden, self._computed(hidden)) == "reference":
+            mixed = self._by_reference(products_by_head(hidden, self.num_heads, *parts), layout, relative)
+        else:
+            mixed = self.mixed(*(part(hidden) for part in parts), layout, relative)
+        return self.dropout(self.output(mixed))
 
     def mixed(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: Layout,
-        relative: Relative | None,
-        *,
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, relative: Relative | None, *,
         fast: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the mixed values of projected states, ``(B, S, hidden)`` or ``(T, hidden)``, heads side by side.
 
         ``fast`` changes nothing here: prepared graphs have the "fast" ``implementation``.
         """
-        if not self.relative:
-            relative = None
-        way = self._way(query)
+        way, states = self._way(query), (query, key, value)
         if way == "reference":
-            return self._by_reference((query, key, value), layout, relative)
+            return self._by_reference(states, layout, relative)
         tables = None if relative is None else self._scaled_tables(relative, query)
         if way == "kernel":
-            return attend_by_kernel((query, key, value), layout, tables, relative, **self._options())
-
-        def rows(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_fast(query, key, value, tables, relative, keep=mask, **self._options())
-
-        return layout.by_rows(rows, query, key, value)
+            return attend_by_kernel(states, layout, tables, relative, **self._options())
+        attend = partial(attend_fast, tables=tables, relative=relative, **self._options())
+        return layout.by_rows(attend, *states)
 
     def _by_reference(self, states: tuple[Tensor, ...], layout: Layout, relative: Relative | None) -> Tensor:
         """Return the mixed values, ``(..., N*H)``, of queries, keys and values ``(..., N*H)`` or ``(..., N, H)``."""
@@ -142,26 +130,24 @@ class DisentangledAttention(nn.Module):
 
     def _joined(self, hidden: Tensor, layout: Layout, relative: Relative | None) -> Tensor:
         """Return the mixed values with query, key and value from one product, and so one gradient."""
-        dtype = self._computed(hidden)
-        parts = (self.query, self.key, self.value)
-        weight = torch.cat([part.weight for part in parts]).to(dtype)
-        bias = joined_bias(parts)
+        dtype, parts = self._computed(hidden), (self.query, self.key, self.value)
+        weight, bias = torch.cat([part.weight for part in parts]).to(dtype), joined_bias(parts)
         assert bias is not None
         bias = bias.to(dtype)
         states = F.linear(hidden, weight, bias)
         tables = None
-        if self.relative and relative is not None:
-            if self.pos_key is None and self.pos_query is None and not self._holds(states):
-                width = self.query.out_features
-                table = self.position_dropout(relative.table[relative.window])
-                both = F.linear(table, weight[: 2 * width], bias[: 2 * width])
-                query, key = (self._heads(x) for x in both.chunk(2, dim=-1))
-                tables = PositionTables(
-                    key if self.content_to_position else None, query if self.position_to_content else None
-                ).divided(self.scale)
-            else:
-                tables = self._scaled_tables(relative, states)
-        return attend_by_kernel((states,), layout, tables, relative if self.relative else None, **self._options())
+        if relative is not None and (self.pos_key or self.pos_query or self._holds(states)):
+            tables = self._scaled_tables(relative, states)
+        elif relative is not None:
+            width = self.query.out_features
+            table = self.position_dropout(relative.table[relative.window])
+            both = F.linear(table, weight[: 2 * width], bias[: 2 * width])
+            query, key = (self._heads(x) for x in both.chunk(2, dim=-1))
+            tables = PositionTables(
+                key / self.scale if self.content_to_position else None,
+                query / self.scale if self.position_to_content else None,
+            )
+        return attend_by_kernel((states,), layout, tables, relative, **self._options())
 
     def _options(self) -> dict[str, Any]:
         dropout = self.attention_dropout.p if self.training else 0.0
@@ -205,15 +191,9 @@ class DisentangledAttention(nn.Module):
         return table.reshape(table.shape[0], self.num_heads, -1).transpose(0, 1).contiguous()
 
     def _texts(
-        self,
-        mask: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        tables: PositionTables | None,
-        relative: Relative | None,
-    ) -> Tensor:
+        self, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *,
+        tables: PositionTables | None, relative: Relative | None,
+    ) -> Tensor:  # fmt: skip
         """Return the mixed values of texts of one length as the reference does, ``(B, S, hidden)``."""
         batch, length = query.shape[:2]
         q, k, v = (x.view(batch, length, self.num_heads, -1).transpose(1, 2) for x in (query, key, value))
@@ -244,16 +224,18 @@ class DisentangledAttention(nn.Module):
 
     def _scaled_tables(self, relative: Relative, states: Tensor) -> PositionTables:
         """Return the projected positions divided by the scale, only rows that this call can reach."""
-        if not self._holds(states) and self.keeps_positions and not torch.is_grad_enabled():
-            found = self.position_tables(relative.table).divided(self.scale).to(states.dtype)
+        found = self.held if self._holds(states) else None
+        if found is None:
+            keeps = self.keeps_positions and not self.training and not torch.is_grad_enabled()
+            table = self.position_tables(relative.table if keeps else relative.table[relative.window])
+            found = table.each(lambda each: each / self.scale)
+            if not keeps:
+                return found
+            found = found.each(lambda each: each.to(states.dtype))
             # Numbers made during a recording exist only while it is replayed.
-            if states.is_cuda and torch.cuda.is_current_stream_capturing():
-                return found.rows(relative.window)
-            self.held = found
-        if self._holds(states):
-            assert self.held is not None
-            return self.held.rows(relative.window)
-        return self.position_tables(relative.table[relative.window]).divided(self.scale)
+            if not (states.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self.held = found
+        return found.each(lambda each: each[:, relative.window])
 
 
 def attend_by_kernel(
@@ -366,16 +348,14 @@ def _max_error(device: torch.device, dtype: torch.dtype, width: int, lengths: tu
     *states, direction, pk, pq = (torch.randn(shape, generator=draw).to(device, dtype).float() for shape in shapes)
     inputs = [*states, pk / scale, pq / scale]
 
-    def plain(keep: Tensor | None, q: Tensor, k: Tensor, v: Tensor, tables: PositionTables) -> Tensor:
-        return attend_fast(q, k, v, tables, relative, num_heads=heads, scale=scale, keep=keep, dropout=0.0)
-
     def both(kind: torch.dtype, kernel: bool) -> list[Tensor]:
         given = [x.detach().to(kind).requires_grad_() for x in inputs]
-        q, k, v, *tables = given
+        states, tables = (given[0], given[1], given[2]), PositionTables(*given[3:])
+        options: dict[str, Any] = {"num_heads": heads, "scale": scale, "dropout": 0.0}
         if kernel:
-            found = attend_by_kernel((q, k, v), layout, PositionTables(*tables), relative, num_heads=heads, scale=scale)
+            found = attend_by_kernel(states, layout, tables, relative, **options)
         else:
-            found = layout.by_rows(partial(plain, tables=PositionTables(*tables)), q, k, v)
+            found = layout.by_rows(partial(attend_fast, tables=tables, relative=relative, **options), *states)
         return [found, *torch.autograd.grad(found, given, direction.to(found.dtype))]
 
     pairs = zip(both(dtype, True), both(torch.float32, False), strict=True)

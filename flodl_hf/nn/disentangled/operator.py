@@ -9,8 +9,6 @@ Shapes: T tokens, N heads, H width of a head, R table rows that a call reaches.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -35,25 +33,16 @@ TILES: dict[str, tuple[Tile, Tile, Tile]] = {
 }
 
 
-@cache
-def _kernels() -> Any:
-    return import_module("flodl_hf.nn.kernels.disentangled")
-
-
-def _unpack_qkv(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values, ``(T, N, H)`` each, of three tensors or of one ``(T, 3, N, H)``."""
-    if k is None or v is None:
-        q, k, v = q.unbind(1)
-    return q, k, v
-
-
 def _products(states: Tensor, table: Tensor | None) -> Tensor | None:
     """Return every token's product with every row, ``(N, T, R)``."""
     return None if table is None else torch.bmm(states.transpose(0, 1), table.transpose(1, 2))
 
 
-def _options(q: Tensor, longest: int, offsets: Tensor | None, kernel: str) -> tuple[int, dict[str, Any]]:
-    """Return the number of texts, and the compile-time constants of the kernels."""
+def _options(
+    kernel: str, q: Tensor, qp: Tensor | None, kp: Tensor | None, offsets: Tensor | None, keep: Tensor | None,
+    longest: int, near: bool, dropout: float,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """Return the number of texts, and the compile-time constants of a kernel."""
     width = q.shape[-1]
     block = max(16, 1 << (width - 1).bit_length())
     wide = q.element_size() > 2
@@ -65,6 +54,12 @@ def _options(q: Tensor, longest: int, offsets: Tensor | None, kernel: str) -> tu
         "HB": block,
         "BM": min(tile.queries, shortest),
         "BN": min(tile.keys, shortest),
+        "C2P": qp is not None,
+        "P2C": kp is not None,
+        "NEAR": near,
+        "PACKED": offsets is not None,
+        "MASKED": keep is not None,
+        "DROPOUT": dropout > 0.0,
         "NARROW": q.dtype == torch.float16,
         "PRECISION": "tf32" if wide and torch.backends.cuda.matmul.allow_tf32 else "ieee",
         "num_warps": tile.warps,
@@ -99,19 +94,21 @@ def disentangled(
         scale: what products of queries and keys are multiplied by.
         dropout: probability of dropping a weight.
     """
-    kernels = _kernels()
-    q, k, v = _unpack_qkv(q, k, v)
+    from flodl_hf.nn.kernels import disentangled as kernels
+
+    if k is None or v is None:
+        q, k, v = q.unbind(1)
     tokens, heads, width = q.shape
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     qp, kp = _products(q, pk), _products(k, pq)
-    rows = _rows(pk, pq)
-    texts, options = _options(q, longest, offsets, "forward")
+    rows = max(0 if table is None else table.shape[1] for table in (pk, pq))
+    texts, options = _options("forward", q, qp, kp, offsets, keep, longest, near, dropout)
     grid = (-(-longest // options["BM"]) * heads * texts,)
     kernels.forward[grid](
         q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse,
         q.stride(0), k.stride(0), v.stride(0), tokens, longest, rows, middle, reach, heads, scale, dropout,
-        **_kinds(qp, kp, near, offsets, keep, dropout), **options,
+        **options,
     )  # fmt: skip
     return out, lse
 
@@ -129,14 +126,16 @@ def _backward(
     offsets: Tensor | None, ends: Tensor | None, keep: Tensor | None, seed: Tensor | None,
     longest: int, middle: int, reach: int, near: bool, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    kernels = _kernels()
+    from flodl_hf.nn.kernels import disentangled as kernels
+
     joint = None if k is not None else q.new_empty(q.shape)
-    q, k, v = _unpack_qkv(q, k, v)
+    if k is None or v is None:
+        q, k, v = q.unbind(1)
     tokens, heads, width = q.shape
     d_out = d_out.contiguous()
     # Computed again rather than kept since the forward: two products are cheaper than the memory of all layers.
     qp, kp = _products(q, pk), _products(k, pq)
-    rows = _rows(pk, pq)
+    rows = max(0 if table is None else table.shape[1] for table in (pk, pq))
     if joint is not None:
         d_q, d_k, d_v = joint.unbind(1)
     else:
@@ -145,21 +144,21 @@ def _backward(
     dtype = q.dtype if near else torch.float32
     d_qp, d_kp = (None if x is None else torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (qp, kp))
     dots = torch.empty_like(lse)
-    kinds = _kinds(qp, kp, near, offsets, keep, dropout)
+    about = (q, qp, kp, offsets, keep, longest, near, dropout)
     strides = (x.stride(0) for x in (q, k, v, d_q))
     numbers = (*strides, tokens, longest, rows, middle, reach, heads, scale, dropout)
     # Whether one tile of keys covers any text, so that one kernel computes all gradients.
     whole = q.element_size() == 2 and width <= 64 and longest <= TILES["whole"][0].keys
     if not whole:
-        texts, options = _options(q, longest, offsets, "queries")
+        texts, options = _options("queries", *about)
         kernels.backward_queries[(-(-longest // options["BM"]) * heads * texts,)](
             q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse, d_out, d_q, d_qp, dots,
-            *numbers, **kinds, **options,
+            *numbers, **options,
         )  # fmt: skip
-    texts, options = _options(q, longest, offsets, "whole" if whole else "keys")
+    texts, options = _options("whole" if whole else "keys", *about)
     kernels.backward_keys[(-(-longest // options["BN"]) * heads * texts,)](
         q, k, v, qp, kp, lut, offsets, ends, keep, seed, out, lse, d_out, dots, d_q, d_k, d_v, d_qp, d_kp,
-        *numbers, **kinds, **options, WHOLE=whole,
+        *numbers, **options, WHOLE=whole,
     )  # fmt: skip
     d_pk = _through(d_q, d_qp, pk, q)
     d_pq = _through(d_k, d_kp, pq, k)
@@ -201,21 +200,3 @@ def _gradients(ctx: Any, d_out: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 disentangled.register_autograd(_gradients, setup_context=_keep_for_backward)
-
-
-def _rows(pk: Tensor | None, pq: Tensor | None) -> int:
-    table = pk if pk is not None else pq
-    return 0 if table is None else table.shape[1]
-
-
-def _kinds(
-    qp: Tensor | None, kp: Tensor | None, near: bool, offsets: Tensor | None, keep: Tensor | None, dropout: float
-) -> dict[str, bool]:
-    return {
-        "C2P": qp is not None,
-        "P2C": kp is not None,
-        "NEAR": near,
-        "PACKED": offsets is not None,
-        "MASKED": keep is not None,
-        "DROPOUT": dropout > 0.0,
-    }

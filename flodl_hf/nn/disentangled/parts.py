@@ -10,7 +10,6 @@ logarithm of the distance (He et al. 2021, https://arxiv.org/abs/2111.09543, the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,18 +106,14 @@ class Convolution(nn.Module):
 
     def forward(self, hidden: Tensor, below: Tensor, layout: Layout) -> Tensor:
         """Return a layer's output ``hidden`` joined with the mixed ``below``, same shape; padding is zero."""
-        states = self.norm(hidden + self.activation(self.dropout(self._mixed(below, layout))))
+        mixed = layout.by_rows(self._rows, below)
+        states = self.norm(hidden + self.activation(self.dropout(mixed)))
         keep = layout.keep(states)
         return states if keep is None else states * keep.to(states.dtype)
 
-    def _mixed(self, below: Tensor, layout: Layout) -> Tensor:
-        def rows(keep: Tensor | None, below: Tensor) -> Tensor:
-            # Rows gathered from packed texts contain other texts' tokens where ``keep`` is False.
-            return self._rows(below if keep is None else below * keep[:, :, None].to(below.dtype))
-
-        return layout.by_rows(rows, below)
-
-    def _rows(self, states: Tensor) -> Tensor:
+    def _rows(self, keep: Tensor | None, states: Tensor) -> Tensor:
+        # Rows gathered from packed texts contain other texts' tokens where ``keep`` is False.
+        states = states if keep is None else states * keep[:, :, None].to(states.dtype)
         return self.filter(states.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()
 
 
@@ -165,12 +160,6 @@ class Relative:
     max_distance: int
     _computed: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
-    def _once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        # torch.compile cannot enter the lock of `functools.cached_property` in Python 3.11.
-        if name not in self._computed:
-            self._computed[name] = compute()
-        return self._computed[name]
-
     @property
     def used(self) -> int:
         """The number of rows of each sign that distances of the call can reach, in eights, or a few more."""
@@ -204,25 +193,11 @@ class Relative:
 
     @property
     def columns(self) -> Tensor:
-        """The positions of ``rows`` in the `window`, int32."""
-        return self._once("columns", lambda: (self.rows - self.window.start).int())
-
-    @property
-    def by_query(self) -> Tensor:
-        """The table row for every pair of tokens, ``(length, length)``, query by key."""
-        return self._once("by_query", self._by_query)
-
-    @property
-    def by_key(self) -> Tensor:
-        """The same key by query, in memory order."""
-        return self._once("by_key", lambda: self.by_query.t().contiguous())
-
-    def _by_query(self) -> Tensor:
-        if torch.compiler.is_compiling():  # `unfold` would fix the length of exported and compiled graphs
-            places = torch.arange(self.length, device=self.rows.device)
-            return self.rows[places[:, None] - places + (self.length - 1)]
-        # Windows over the reversed rows: the one of token i ends with its distance to the first token, i.
-        return self.rows.flip(0).unfold(0, self.length, 1).flip(0)
+        """The positions of ``rows`` in the `window`, int32; computed once for all layers."""
+        # torch.compile cannot enter the lock of `functools.cached_property` in Python 3.11.
+        if "columns" not in self._computed:
+            self._computed["columns"] = (self.rows - self.window.start).int()
+        return self._computed["columns"]
 
     def index_for(self, length: int, *, by_key: bool = False) -> Tensor:
         """Return the table row for every pair of tokens of a text, ``(length, length)``, query by key.
@@ -231,9 +206,20 @@ class Relative:
 
         Args:
             length: tokens of the text.
-            by_key: turn rows and columns round.
+            by_key: turn rows and columns round, in memory order.
         """
-        return (self.by_key if by_key else self.by_query)[:length, :length]
+        name = "by_key" if by_key else "by_query"
+        if name not in self._computed:
+            if by_key:
+                found = self.index_for(self.length).t().contiguous()
+            elif torch.compiler.is_compiling():  # `unfold` would fix the length of exported and compiled graphs
+                places = torch.arange(self.length, device=self.rows.device)
+                found = self.rows[places[:, None] - places + (self.length - 1)]
+            else:
+                # Windows over the reversed rows: the one of token i ends with its distance to the first token, i.
+                found = self.rows.flip(0).unfold(0, self.length, 1).flip(0)
+            self._computed[name] = found
+        return self._computed[name][:length, :length]
 
 
 def bucketed(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
@@ -293,12 +279,6 @@ class RelativePositions(nn.Module):
         # Without relative attention the reference still makes the norm and writes it.
         self.norm = None if norm_eps is None else nn.LayerNorm(hidden_size, eps=norm_eps)
 
-    def table(self) -> Tensor | None:
-        """Return the table, normalised if the configuration specifies it, ``(2 * span, hidden)``."""
-        if self.embeddings is None:
-            return None
-        return self.embeddings.weight if self.norm is None else self.norm(self.embeddings.weight)
-
     def forward(self, hidden: Tensor, layout: Layout) -> Relative | None:
         """Return the table and its index for texts of ``layout``; None without relative attention.
 
@@ -306,9 +286,9 @@ class RelativePositions(nn.Module):
             hidden: token states ``(batch, seq, hidden)`` or ``(tokens, hidden)``, read for length and device.
             layout: which tokens belong together.
         """
-        table = self.table()
-        if table is None:
+        if self.embeddings is None:
             return None
+        table = self.embeddings.weight if self.norm is None else self.norm(self.embeddings.weight)
         length = layout.length(hidden)
         reach = self.buckets // 2 if self.buckets > 0 else self.span - 1
         return Relative(table, self._rows(length, hidden.device), length, reach, self.buckets, self.max_distance)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -36,21 +37,9 @@ class PositionTables(NamedTuple):
     key: Tensor | None
     query: Tensor | None
 
-    def divided(self, scale: float) -> PositionTables:
-        """Return the tables divided by ``scale``."""
-        return PositionTables(*(None if table is None else table / scale for table in self))
-
-    def to(self, dtype: torch.dtype) -> PositionTables:
-        """Return the tables in another dtype."""
-        return PositionTables(*(None if table is None else table.to(dtype) for table in self))
-
-    def rows(self, window: slice) -> PositionTables:
-        """Return some rows of the tables, as views."""
-        return PositionTables(*(None if table is None else table[:, window] for table in self))
-
-    def heads(self, some: slice) -> PositionTables:
-        """Return the tables of some heads, as views."""
-        return PositionTables(*(None if table is None else table[some] for table in self))
+    def each(self, change: Callable[[Tensor], Tensor]) -> PositionTables:
+        """Return the tables changed by a function."""
+        return PositionTables(*(None if table is None else change(table) for table in self))
 
     def fits(self, states: Tensor) -> bool:
         """Return whether the tables are of the dtype and on the device of ``states``."""
@@ -145,26 +134,18 @@ _STAGGER = 16
 
 
 def attend_fast(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tables: PositionTables | None,
-    relative: Relative | None,
-    *,
-    num_heads: int,
-    scale: float,
-    keep: Tensor | None,
-    dropout: float,
-) -> Tensor:
+    keep: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *,
+    tables: PositionTables | None, relative: Relative | None, num_heads: int, scale: float, dropout: float,
+) -> Tensor:  # fmt: skip
     """Return the mixed values of texts of one length, ``(B, S, N*H)`` in and out.
 
     Args:
+        keep: True for keys that are real tokens, ``(B, S)``; None for all.
         query: ``(B, S, N*H)``; ``key`` and ``value`` alike.
         tables: projected positions already divided by ``scale``, the rows of ``relative.window``.
         relative: distances of the call.
         num_heads: N.
         scale: what scores are divided by.
-        keep: True for keys that are real tokens, ``(B, S)``; None for all.
         dropout: probability of dropping an attention weight.
     """
     batch, length, width = query.shape
@@ -174,7 +155,7 @@ def attend_fast(
         mask = None if keep is None else keep[:, None, None, :]
         return _mix(q, k, v, mask, scale, dropout)
     limit = _CPU_BLOCK if query.device.type == "cpu" else _DEVICE_BLOCK
-    columns = 2 * length if length - 1 <= relative.reach else _columns(tables)
+    columns = 2 * length if length - 1 <= relative.reach else max(t.shape[1] for t in tables if t is not None)
     step = max(1, limit // (num_heads * length * columns))
     heads = _heads_at_once(num_heads, length * columns, query.device)
     parts = []
@@ -184,7 +165,7 @@ def attend_fast(
         mixed = []
         for first in range(0, num_heads, heads):
             some = slice(first, first + heads)
-            bias = _bias(q[rows, :, some], k[rows, :, some], tables.heads(some), relative)
+            bias = _bias(q[rows, :, some], k[rows, :, some], tables.each(itemgetter(some)), relative)
             if drop is not None:
                 bias = bias.masked_fill(drop, torch.finfo(bias.dtype).min)
             mixed.append(_mix(q[rows, :, some], k[rows, :, some], v[rows, :, some], bias, scale, dropout))
@@ -213,12 +194,6 @@ def _mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dro
     q4, k4, v4 = (x.transpose(1, 2) for x in (q, k, v))
     mixed = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=bias, dropout_p=dropout, scale=1.0 / scale)
     return mixed.transpose(1, 2).reshape(*q.shape[:2], -1)
-
-
-def _columns(tables: PositionTables) -> int:
-    table = tables.key if tables.key is not None else tables.query
-    assert table is not None
-    return table.shape[1]
 
 
 def _bias(q: Tensor, k: Tensor, tables: PositionTables, relative: Relative) -> Tensor:

@@ -16,7 +16,7 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import named
 from flodl_hf.heads.auto import head_named
 from flodl_hf.nn.joined_tensors import part_of, split
-from flodl_hf.nn.layers import StepwiseNorm
+from flodl_hf.nn.layers import StepwiseNorm, normalised
 from flodl_hf.parity.cell import settings_of
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
@@ -92,5 +92,5 @@ def test_the_stepwise_norm_is_torchs_up_to_rounding() -> None:
         norm.weight.normal_()
         norm.bias.normal_()
     x = torch.randn(5, 24) * 3
-    torch.testing.assert_close(norm(x), norm.fused(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norm(x), normalised(norm, x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(norm(x), F.layer_norm(x, (24,), norm.weight, norm.bias, 1e-7), rtol=1e-5, atol=1e-5)
