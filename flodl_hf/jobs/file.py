@@ -27,7 +27,8 @@ from flodl_hf.jobs.ranks import Heartbeat, LostRank, Rank, Workers, device_names
 from flodl_hf.jobs.run import FileResult, Progress, Run
 from flodl_hf.jobs.tasks import VECTOR
 from flodl_hf.jobs.write import output_format
-from flodl_hf.tokenization.readers.rows import STDIN, open_rows
+from flodl_hf.tokenization.readers.files import open_rows
+from flodl_hf.tokenization.readers.rows import STDIN
 from flodl_hf.workers.messages import Stream
 
 OnError = Literal["stop", "skip", "null"]

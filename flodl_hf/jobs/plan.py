@@ -16,7 +16,8 @@ from flodl_hf.jobs.parts import Parts
 from flodl_hf.jobs.tasks import Answerer, answerer_for, method_of, with_old_names
 from flodl_hf.jobs.vectors import vector_writer
 from flodl_hf.jobs.write import Writer
-from flodl_hf.tokenization.readers.rows import STDIN, Row, Rows, format_of
+from flodl_hf.tokenization.readers.files import format_of
+from flodl_hf.tokenization.readers.rows import STDIN, Row, Rows
 
 # Rows of a part: few, so that little is lost by an interruption, but enough to occupy the device.
 CPU_PART = 2048

@@ -17,8 +17,7 @@ from torch import Tensor
 from flodl.errors import DataError, printable
 from flodl_hf.inference.metrics import AnswerF1
 from flodl_hf.tokenization.alignment import answer_positions
-from flodl_hf.tokenization.readers.columns import Columns, column_names
-from flodl_hf.tokenization.readers.faults import check_texts, refuse_rows
+from flodl_hf.tokenization.readers.columns import Columns, check_texts, column_names, refuse_rows
 from flodl_hf.training.rows import RowBuilder
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks
 

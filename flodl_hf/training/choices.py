@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from flodl.errors import DataError
 from flodl.metrics import Accuracy
 from flodl.train import Loss
-from flodl_hf.tokenization.readers.faults import refuse_rows
+from flodl_hf.tokenization.readers.columns import refuse_rows
 from flodl_hf.training.ranking import Candidates, CollateLists, ListObjective, prepare_lists
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task

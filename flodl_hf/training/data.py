@@ -18,8 +18,7 @@ import numpy as np
 from flodl.errors import ConfigError, DataError, nearest
 from flodl_hf.tokenization.readers import Table, load_rows
 from flodl_hf.tokenization.readers.arrow import CLASS_FIELDS, Classes, is_saved_dataset, names_of_classes, saved_files
-from flodl_hf.tokenization.readers.columns import flag_of
-from flodl_hf.tokenization.readers.faults import refuse_rows
+from flodl_hf.tokenization.readers.columns import flag_of, refuse_rows
 from flodl_hf.tokenization.readers.targets import as_numbers, is_missing
 from flodl_hf.training.options import BATCH_SIZE, Options
 

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from flodl.data import Where
 from flodl.errors import ConfigError
 from flodl_hf.tokenization.alignment import IGNORE, chosen_tokens, mask_tokens, num_masked
-from flodl_hf.tokenization.readers.columns import Columns
-from flodl_hf.tokenization.readers.faults import check_texts
+from flodl_hf.tokenization.readers.columns import Columns, check_texts
 from flodl_hf.training.rows import SPECIAL, CollateRows, EncodedRows, RowBuilder, TakenRows
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks
 

@@ -23,8 +23,7 @@ from flodl.metrics import Classification
 from flodl.train import Loss
 from flodl_hf.inference.metrics import Perplexity
 from flodl_hf.nn.task_heads import IGNORED_LABEL, token_loss
-from flodl_hf.tokenization.readers.columns import Columns, pair_columns
-from flodl_hf.tokenization.readers.faults import check_texts, refuse_rows
+from flodl_hf.tokenization.readers.columns import Columns, check_texts, pair_columns, refuse_rows
 from flodl_hf.tokenization.readers.targets import as_numbers
 from flodl_hf.training.masked import CollateShares, make_masking, words_of
 from flodl_hf.training.options import Options

@@ -21,8 +21,7 @@ from torch import Tensor
 from flodl.data import Where
 from flodl.errors import ConfigError, DataError
 from flodl.train import Loss
-from flodl_hf.tokenization.readers.columns import Columns
-from flodl_hf.tokenization.readers.faults import refuse_rows
+from flodl_hf.tokenization.readers.columns import Columns, refuse_rows
 from flodl_hf.training.evaluation import CollectedValues
 from flodl_hf.training.evaluators import average_precision, ranking_figures
 from flodl_hf.training.losses import loss_named, make_loss

@@ -20,8 +20,7 @@ from flodl.data.rng import Rng
 from flodl.errors import DataError
 from flodl.metrics import Classification
 from flodl_hf.tokenization.alignment import mask_tokens
-from flodl_hf.tokenization.readers.columns import Columns, infer_columns
-from flodl_hf.tokenization.readers.faults import check_texts, refuse_rows
+from flodl_hf.tokenization.readers.columns import Columns, check_texts, infer_columns, refuse_rows
 from flodl_hf.training.masked import words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import SPECIAL, RowBuilder

@@ -19,8 +19,7 @@ from flodl.errors import ConfigError, DataError
 from flodl.metrics import Classification, Metric, MultiLabel, Pearson, Spearman, SquaredError
 from flodl_hf.inference.classes import activation_for, class_scores, mean_over_windows
 from flodl_hf.tokenization.readers import Targets, infer_targets
-from flodl_hf.tokenization.readers.columns import NAMES, Columns
-from flodl_hf.tokenization.readers.faults import check_texts, refuse_rows
+from flodl_hf.tokenization.readers.columns import NAMES, Columns, check_texts, refuse_rows
 from flodl_hf.training.rows import EncodedRows, RowBuilder
 from flodl_hf.training.step import PROBLEM_TYPES
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks, label_names

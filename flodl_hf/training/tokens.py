@@ -17,8 +17,7 @@ from torch import Tensor
 from flodl.errors import DataError, nearest
 from flodl_hf.inference.metrics import SpanF1
 from flodl_hf.tokenization.alignment import IGNORE, Units, align_tags, read_tags, tags_of_spans, word_units
-from flodl_hf.tokenization.readers.columns import NAMES, Columns, column_names
-from flodl_hf.tokenization.readers.faults import check_texts, refuse_rows
+from flodl_hf.tokenization.readers.columns import NAMES, Columns, check_texts, column_names, refuse_rows
 from flodl_hf.training.report.figures import conll_tags
 from flodl_hf.training.rows import EncodedRows, RowBuilder
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Source, Task, encode_chunks, label_names

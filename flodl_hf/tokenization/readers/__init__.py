@@ -1,11 +1,9 @@
 """Readers of tables: files and objects in memory into rows, and the labels in their columns.
 
 arrow    Parquet and Arrow files, data frames, and the class names that they declare
-cells    delimiter, header and column names of CSV and TSV files
 columns  which columns contain the text, the labels, the question
-faults   faults of a file, raised as one error
-files    rows of any source, CoNLL and SQuAD included
-rows     rows of a file in order, read some at a time or skipped
+files    formats, and rows of any source, CoNLL and SQuAD included
+rows     rows of a file of lines in order, read some at a time or skipped; cells of CSV and TSV files
 targets  the kind of the labels of a column, and their numbers
 """
 

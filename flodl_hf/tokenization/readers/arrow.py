@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from flodl.errors import DataError
+from flodl_hf.tokenization.readers.rows import CHUNK_ROWS, Row, Rows
 
 Classes = dict[str, tuple[str, ...]]
 """Class names in the order of their numbers, for each column that declares them."""
 
-BATCH_ROWS = 1024
 MAX_CLASSES = 1000
 """A dictionary column with more values contains texts and not classes."""
 
@@ -44,7 +45,7 @@ def need_pyarrow(what: str) -> Any:
     return pyarrow
 
 
-class BatchRows:
+class TableRows(Rows):
     """The rows of a Parquet or Arrow file from start to end. Skipped row groups are not read.
 
     Args:
@@ -52,8 +53,6 @@ class BatchRows:
         kind: ``"parquet"`` or ``"arrow"``.
 
     Attributes:
-        names: the columns.
-        columns: the columns to read; None for all.
         total: rows of the file; None for an Arrow file.
 
     Raises:
@@ -62,30 +61,37 @@ class BatchRows:
 
     def __init__(self, path: Path, kind: str) -> None:
         self._path, self._kind = path, kind
-        self._arrow = need_pyarrow(str(path))
-        self.columns: list[str] | None = None
-        self.total: int | None = None
+        self._arrow = arrow = need_pyarrow(str(path))
+        self._columns: list[str] | None = None
         self._batch: Any = None
         self._skippable = 0
-        try:
-            self._batches = self._open()
-        except (self._arrow.ArrowException, OSError) as error:
-            raise self._damaged(error) from None
-        self.names: list[str] = list(self.schema.names)
+        with self._reading():
+            if kind == "parquet":
+                self._file = arrow.parquet.ParquetFile(path)
+                self.schema, self.total = self._file.schema_arrow, self._file.metadata.num_rows
+                self._batches = self._row_groups()
+            else:
+                self._file = source = arrow.OSFile(str(path))
+                is_file = source.read(6) == b"ARROW1"
+                source.seek(0)
+                reader = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
+                self.schema = reader.schema
+                numbers = range(reader.num_record_batches) if is_file else ()
+                self._batches = map(reader.get_batch, numbers) if is_file else iter(reader)
+        self.types = {field.name: field.type for field in self.schema}
+        super().__init__(iter(()), lambda number, values: Row(number, None, values), list(self.schema.names), None)
 
-    def _open(self) -> Iterator[Any]:
-        arrow = self._arrow
-        if self._kind == "parquet":
-            self._file = arrow.parquet.ParquetFile(self._path)
-            self.schema = self._file.schema_arrow
-            self.total = self._file.metadata.num_rows
-            return self._row_groups()
-        source = arrow.OSFile(str(self._path))
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        reader = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
-        self._file, self.schema = source, reader.schema
-        return (reader.get_batch(k) for k in range(reader.num_record_batches)) if is_file else iter(reader)
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (self._arrow.ArrowException, OSError) as error:
+            raise DataError(
+                f"{self._path}: found a file that pyarrow cannot read ({str(error).splitlines()[0]}), expected "
+                f"{self._kind}. Copy or download it again, or set format=.",
+                path=str(self._path),
+                problems=[str(error)],
+            ) from None
 
     def _row_groups(self) -> Iterator[Any]:
         for group in range(self._file.metadata.num_row_groups):
@@ -93,23 +99,22 @@ class BatchRows:
             if rows <= self._skippable:
                 self._skippable -= rows
                 continue
-            yield from self._file.iter_batches(BATCH_ROWS, row_groups=[group], columns=self.columns)
+            yield from self._file.iter_batches(CHUNK_ROWS, row_groups=[group], columns=self._columns)
 
-    def types(self) -> dict[str, Any]:
-        """Return the Arrow type of each column."""
-        return {field.name: field.type for field in self.schema}
+    def want(self, columns: list[str]) -> None:
+        """Set the columns to read."""
+        self._columns = columns
 
-    def skip(self, count: int) -> int:
-        """Skip ``count`` rows. Return the number of skipped rows, which is smaller at the end."""
-        self._skippable = count
-        while self._skippable and self._has_rows():
-            size = min(self._skippable, self._batch.num_rows)
-            self._batch = self._batch.slice(size)
-            self._skippable -= size
-        left, self._skippable = self._skippable, 0
-        return count - left
+    def _has_rows(self) -> bool:
+        """Read until a batch has rows. Return False at the end."""
+        with self._reading():
+            while self._batch is None or not self._batch.num_rows:
+                self._batch = next(self._batches, None)
+                if self._batch is None:
+                    return False
+        return True
 
-    def take_batch(self, max_rows: int = BATCH_ROWS) -> Any:
+    def take_batch(self, max_rows: int = CHUNK_ROWS) -> Any:
         """Return the next rows as a batch; None at the end."""
         if not self._has_rows():
             return None
@@ -122,24 +127,21 @@ class BatchRows:
         self._batch, self._batches = None, iter(())
         self._file.close()
 
-    def _has_rows(self) -> bool:
-        """Read until a batch has rows. Return False at the end."""
-        try:
-            while self._batch is None or not self._batch.num_rows:
-                self._batch = next(self._batches, None)
-                if self._batch is None:
-                    return False
-        except (self._arrow.ArrowException, OSError) as error:
-            raise self._damaged(error) from None
-        return True
+    def _take(self, count: int) -> list[Row]:
+        rows: list[Row] = []
+        while len(rows) < count and (batch := self.take_batch(count - len(rows))) is not None:
+            self._source = iter(batch.to_pylist())
+            rows += super()._take(batch.num_rows)
+        return rows
 
-    def _damaged(self, error: Exception) -> DataError:
-        return DataError(
-            f"{self._path}: found a file that pyarrow cannot read ({str(error).splitlines()[0]}), expected "
-            f"{self._kind}. Copy or download it again, or set format=.",
-            path=str(self._path),
-            problems=[str(error)],
-        )
+    def _skip(self, count: int) -> int:
+        self._skippable = count
+        while self._skippable and self._has_rows():
+            size = min(self._skippable, self._batch.num_rows)
+            self._batch = self._batch.slice(size)
+            self._skippable -= size
+        left, self._skippable = self._skippable, 0
+        return count - left
 
 
 def is_table(source: Any) -> bool:
@@ -173,11 +175,9 @@ def read_arrow_file(path: Path, kind: str, classes: Classes) -> Iterator[dict[st
     Raises:
         DataError: pyarrow is not installed, or the file is damaged.
     """
-    file = BatchRows(path, kind)
-    try:
+    file = TableRows(path, kind)
+    with closing(file):
         yield from _rows(need_pyarrow(str(path)), file.schema, iter(file.take_batch, None), classes)
-    finally:
-        file.close()
 
 
 def _rows(arrow: Any, schema: Any, batches: Iterable[Any], classes: Classes) -> Iterator[dict[str, Any]]:
@@ -187,7 +187,8 @@ def _rows(arrow: Any, schema: Any, batches: Iterable[Any], classes: Classes) -> 
             classes |= names_of_classes((json.loads(value).get("info") or {}).get("features"))
     types = arrow.types
     coded: dict[str, dict[str, None]] = {field.name: {} for field in schema if types.is_dictionary(field.type)}
-    numeric = [name for name in coded if not _is_text(types, schema.field(name).type.value_type)]
+    texts = {"string", "large_string", "string_view"}
+    numeric = [name for name in coded if str(schema.field(name).type.value_type) not in texts]
     for batch in batches:
         for name in list(coded):
             dictionary = batch.column(name).dictionary
@@ -202,10 +203,6 @@ def _rows(arrow: Any, schema: Any, batches: Iterable[Any], classes: Classes) -> 
             for row in rows:
                 row[name] = None if row[name] is None else str(row[name])
         yield from rows
-
-
-def _is_text(types: Any, kind: Any) -> bool:
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
 # --- class names ---------------------------------------------------------------------------------------------

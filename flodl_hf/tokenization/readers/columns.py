@@ -289,3 +289,35 @@ def _kind_of(value: Any) -> str:
             inner.pop() if len(inner) == 1 else "", "list"
         )
     return type(value).__name__
+
+
+def check_texts(rows: Sequence[Mapping[str, Any]], column: str, source: str) -> None:
+    """Refuse a column with values that are no texts.
+
+    Raises:
+        DataError: some are not; ``problems`` lists them.
+    """
+    wrong = [
+        f"row {i}: {type(row.get(column)).__name__}"
+        for i, row in enumerate(rows)
+        if not isinstance(row.get(column), str)
+    ]
+    refuse_rows(source, f"column {column!r} has values that are no texts", wrong, "a text in each", column=column)
+
+
+def refuse_rows(source: str, what: str, wrong: Sequence[str], expected: str, **details: Any) -> None:
+    """Raise an error if some rows are wrong.
+
+    Args:
+        source: what the rows are, such as "train".
+        what: the fault.
+        wrong: rows with their values; empty for no fault.
+        expected: the right values.
+        **details: further attributes of the error.
+
+    Raises:
+        DataError: with ``wrong`` as ``problems``.
+    """
+    if wrong:
+        text = f"{source}: {what}:\n{capped(wrong, 5)}\nexpected {expected}"
+        raise DataError(text, problems=list(wrong), **details)

@@ -1,4 +1,4 @@
-"""Rows of files and of objects in memory, read whole or one by one, with all faults in one error."""
+"""Rows of files and of objects in memory, read whole or one by one, with all faults in one error; formats of files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-from flodl.errors import DataError, nearest, printable
+from flodl.errors import DataError, capped, nearest, printable
 from flodl_hf.checkpoints.folders import expect_file
 from flodl_hf.tokenization.readers.arrow import (
     Classes,
+    TableRows,
     is_saved_dataset,
     is_table,
     names_of_classes,
@@ -19,10 +20,86 @@ from flodl_hf.tokenization.readers.arrow import (
     read_saved_dataset,
     rows_of_table,
 )
-from flodl_hf.tokenization.readers.faults import Faults
-from flodl_hf.tokenization.readers.rows import Format, Lines, RowFault, format_of, open_binary, open_rows
+from flodl_hf.tokenization.readers.rows import STDIN, Lines, Rows, cell_rows, json_row, open_binary, text_row
 
-CHUNK_ROWS = 1024
+Format = Literal["csv", "tsv", "jsonl", "json", "text", "conll", "squad", "parquet", "arrow"]
+FORMATS = ("csv", "tsv", "jsonl", "text", "parquet", "arrow")
+"""Formats that are read row by row."""
+
+SUFFIXES: dict[str, Format] = {
+    ".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text",
+    ".conll": "conll", ".bio": "conll", ".iob": "conll", ".iob2": "conll", ".parquet": "parquet", ".arrow": "arrow",
+    ".feather": "arrow",
+}  # fmt: skip
+
+
+def format_of(source: str | os.PathLike[str], format: str | None = None) -> str:
+    """Return ``format`` if it is given, else the format of the suffix. Standard input is text.
+
+    Raises:
+        DataError: the suffix is not known.
+    """
+    if format or os.fspath(source) == STDIN:
+        return format or "text"
+    suffixes = [suffix.lower() for suffix in Path(source).suffixes]
+    if suffixes and suffixes[-1] == ".gz":
+        suffixes.pop()
+    kind = SUFFIXES.get(suffixes[-1]) if suffixes else None
+    if kind is None:
+        raise DataError(
+            f"{source}: found the suffix {''.join(suffixes) or '(none)'!r}, expected one of {sorted(SUFFIXES)}. "
+            "Rename the file, or set format=.",
+            path=str(source),
+        )
+    return kind
+
+
+def open_rows(
+    source: str | os.PathLike[str],
+    format: str | None = None,
+    header: bool | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    delimiter: str | None = None,
+) -> Rows:
+    """Return the rows of a file, or of standard input for ``"-"``.
+
+    Args:
+        source: the path; a ``.gz`` file is decompressed.
+        format: one of `FORMATS`; by default the suffix determines it, and standard input is text.
+        header: whether the first line of a CSV or TSV file is a header; None decides by its cells.
+        columns: names of the columns of a CSV or TSV file without a header.
+        delimiter: delimiter of a CSV or TSV file; None decides by the format and the header.
+
+    Raises:
+        DataError: the file does not exist, or its format cannot be read row by row.
+    """
+    is_stdin = os.fspath(source) == STDIN
+    path = Path(source)
+    if not is_stdin:
+        expect_file(path)
+    kind = format_of(source, format)
+    if kind not in FORMATS or (is_stdin and kind in ("parquet", "arrow")):
+        known = FORMATS[:4] if is_stdin else FORMATS
+        advice = "Convert the data to JSON lines (jsonl)." if kind in get_args(Format) else "Set format=."
+        raise DataError(
+            f"{path}: found format {kind!r}{nearest(kind, known)}, expected one of {', '.join(known)}, which are read "
+            f"row by row. {advice}",
+            path=str(path),
+            format=kind,
+        )
+    if kind in ("parquet", "arrow"):
+        return TableRows(path, kind)
+    lines = Lines(None if is_stdin else path)
+    if kind == "text":
+        return Rows(lines.numbered, text_row, ["text"], lines)
+    if kind == "jsonl":
+        return Rows((item for item in lines.numbered if not item[1].isspace()), json_row, None, lines)
+    try:
+        return cell_rows(lines, kind == "csv", delimiter or ("" if kind == "csv" else "\t"), columns, header)
+    except BaseException:
+        lines.close()
+        raise
 
 
 def read_rows(
@@ -114,19 +191,61 @@ def load_rows(source: Any, format: Format | None = None, **options: Any) -> Tabl
     return rows
 
 
+MAX_PROBLEMS = 1000
+"""A file with a fault on every line must not fill the memory."""
+
+
+class Faults:
+    """The faults of one file, raised as one error so that all of them can be corrected together.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        self.first_line: int | None = None
+        self.problems: list[str] = []
+        self.count = 0
+
+    def add(self, fault: str, *, line: int | None = None, location: str = "file") -> None:
+        """Add a fault.
+
+        Args:
+            fault: "found ..., expected ...".
+            line: line of the fault.
+            location: place of a fault that has no line.
+        """
+        self.count += 1
+        if self.count == 1:
+            self.first_line = line
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(f"{location if line is None else f'line {line}'}: {fault}")
+
+    def check(self, advice: str) -> None:
+        """Raise an error if there are faults.
+
+        Raises:
+            DataError: with ``path``, ``line`` (of the first fault), ``problems`` and ``count``.
+        """
+        if self.count:
+            raise DataError(
+                f"{self.path}: {self.count} fault{'s' * (self.count > 1)}\n{capped(self.problems)}\n{advice}",
+                path=self.path,
+                line=self.first_line,
+                problems=self.problems,
+                count=self.count,
+            )
+
+
 def _checked(path: Path, kind: str, **options: Any) -> Iterator[dict[str, Any]]:
     """Yield the values of rows until the first fault, then raise all faults."""
     faults = Faults(path)
-    rows = open_rows(path, kind, **options)
-    try:
-        while found := rows.take(CHUNK_ROWS):
-            for row in found:
-                if row.values is None:
-                    faults.add(str(row.fault), line=row.line)
-                elif not faults.count:
-                    yield row.values
-    finally:
-        rows.close()
+    for row in open_rows(path, kind, **options):
+        if row.values is None:
+            faults.add(str(row.fault), line=row.line)
+        elif not faults.count:
+            yield row.values
     faults.check(
         "Correct these lines, or read a file of another layout (no header, another delimiter) with "
         "flodl_hf.tokenization.readers.load_rows."
@@ -140,31 +259,26 @@ def _read_json(path: Path, kind: str) -> Iterator[dict[str, Any]]:
     faults = Faults(path)
     with open_binary(path) as file:
         raw = file.read()
+    content: Any = None
     try:
         content = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         faults.add(f"found byte 0x{raw[error.start]:02x}, expected UTF-8 text", line=line)
-        raise faults.error("Save the file as UTF-8.") from None
     except (ValueError, RecursionError) as error:
         if kind == "json" and "Extra data" in str(error):
             # The file contains several objects: JSON lines with another suffix.
             yield from _checked(path, "jsonl")
             return
         faults.add(f"found invalid JSON ({error}), expected one JSON value", line=getattr(error, "lineno", None))
-        raise faults.error("Correct the file.") from None
-    if isinstance(content, dict):
-        articles = content.get("data")
-        is_wrapped = isinstance(articles, list)
-        if kind == "squad" or (is_wrapped and any("paragraphs" in a for a in articles if isinstance(a, dict))):
-            yield from read_squad(content, path)
-            return
-        content = articles if is_wrapped else [content]
-    elif kind == "squad" or not isinstance(content, list):
-        expected = "SQuAD JSON: {'data': [...]}" if kind == "squad" else "a list of objects"
-        faults.add(f"found {type(content).__name__}, expected {expected}")
-        raise faults.error("Check the format of the file.")
-    for number, row in enumerate(content):
+    faults.check("Correct the file, and save it as UTF-8.")
+    articles = content.get("data") if isinstance(content, dict) else content
+    is_list = isinstance(articles, list)
+    is_squad = is_list and articles is not content and any("paragraphs" in a for a in articles if isinstance(a, dict))
+    if kind == "squad" or is_squad:
+        yield from read_squad(content, path)
+        return
+    for number, row in enumerate(articles if is_list else [content]):
         if not isinstance(row, dict):
             faults.add(f"found {type(row).__name__}, expected an object", location=f"item {number}")
         elif not faults.count:
@@ -335,16 +449,17 @@ def read_conll(path: Path, columns: Sequence[str] | None = None) -> Iterator[dic
     width = len(columns) if columns else 0
     sentence: list[list[str]] = []
     undecided: list[list[str]] = []
-    for number, line in Lines(path).texts():
-        if isinstance(line, RowFault):
-            faults.add(str(line), line=number)
+    for row in open_rows(path, "text"):
+        number = row.line
+        if row.values is None:
+            faults.add(str(row.fault), line=number)
             continue
+        line: str = row.values["text"]
         if not line.strip():
             if sentence and not faults.count:
                 yield _sentence(sentence, columns)
             sentence, undecided = [], []
             continue
-        line = line.strip("\r\n")
         if line.startswith("-DOCSTART-"):
             continue
         cells = line.split("\t") if "\t" in line else line.split()

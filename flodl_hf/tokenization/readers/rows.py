@@ -1,50 +1,51 @@
-"""Rows of an input file in order: read some at a time, or skipped without parsing.
+"""Rows of a file of lines in order, read some at a time, or skipped without parsing; cells of CSV and TSV files.
 
 An invalid row is a row with a fault, so that the following rows keep their numbers. The caller decides whether a fault
-ends the reading.
+ends the reading. Column names of CSV files equal pandas': an empty name becomes ``Unnamed: 0``, a repeated name
+``text.1``.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import json
-import os
+import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any
 
-from flodl.errors import DataError, nearest, printable
-from flodl_hf.checkpoints.folders import expect_file
-from flodl_hf.tokenization.readers.arrow import BatchRows
-from flodl_hf.tokenization.readers.cells import Cells
+from flodl.errors import DataError, printable
 
-Format = Literal["csv", "tsv", "jsonl", "json", "text", "conll", "squad", "parquet", "arrow"]
-FORMATS = ("csv", "tsv", "jsonl", "text", "parquet", "arrow")
-"""Formats that are read row by row."""
-
-SUFFIXES: dict[str, Format] = {
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".tab": "tsv",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".txt": "text",
-    ".conll": "conll",
-    ".bio": "conll",
-    ".iob": "conll",
-    ".iob2": "conll",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-}
 MAX_LINE_BYTES = 1 << 26
+MAX_FIELD_BYTES = 1 << 27
+"""Longest field of a CSV file. The default of the csv module, 131,072, is less than a long document."""
+
+HEADER_SAMPLE_ROWS = 20
+"""Rows below the first line that are read to decide whether it is a header."""
+
+CHUNK_ROWS = 1024
+MAX_NAME_LENGTH = 64
+DELIMITERS = (";", "\t", "|")
+UNNAMED = "Unnamed: "
+
+COLUMN_WORDS = frozenset(
+    (
+        *("text", "texts", "sentence", "sentence1", "sentence2", "label", "labels", "target", "class", "category"),
+        *("id", "idx", "index", "guid", "title", "question", "question1", "question2", "context", "answer", "answers"),
+        *("premise", "hypothesis", "query", "passage", "document", "anchor", "positive", "negative", "words", "tags"),
+        *("text1", "text2", "text_pair", "review", "content", "comment", "comment_text", "tweet", "body", "score"),
+    )
+)
+"""Usual names of columns of text data. A line with numbers is a header if it contains one of them."""
+
 STDIN = "-"
 _DECODE = json.JSONDecoder().decode
 _SCAN: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
@@ -91,7 +92,6 @@ class Rows:
         total: number of rows; None if it is not known.
         has_header: whether the first line is a header.
         guessed_header: whether the header was recognised by its cells and not requested.
-        digest: hash of all bytes read so far; None if the file can be read again.
     """
 
     has_header = guessed_header = False
@@ -105,6 +105,14 @@ class Rows:
         self.number = 0
         self._source, self._make, self._lines = source, make, lines
         self._peeked: list[Row] = []
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield all rows, then close the file."""
+        try:
+            while found := self.take(CHUNK_ROWS):
+                yield from found
+        finally:
+            self.close()
 
     def peek(self, count: int) -> list[Row]:
         """Return the next ``count`` rows. `take` returns them again."""
@@ -125,8 +133,8 @@ class Rows:
 
     @property
     def digest(self) -> str | None:
-        """Hash of all lines read so far, for input that cannot be read twice."""
-        return None if self._lines is None else self._lines.digest()
+        """Hash of all lines read so far, for input that cannot be read twice; None for a file."""
+        return None if self._lines is None or self._lines.hash is None else self._lines.hash.hexdigest()
 
     def want(self, columns: list[str]) -> None:
         """Set the columns to read, if the format can leave out the others."""
@@ -150,78 +158,6 @@ class Rows:
         return sum(1 for _ in islice(self._source, count))
 
 
-def format_of(source: str | os.PathLike[str], format: str | None = None) -> str:
-    """Return ``format`` if it is given, else the format of the suffix. Standard input is text.
-
-    Raises:
-        DataError: the suffix is not known.
-    """
-    if format or os.fspath(source) == STDIN:
-        return format or "text"
-    suffixes = [suffix.lower() for suffix in Path(source).suffixes]
-    if suffixes and suffixes[-1] == ".gz":
-        suffixes.pop()
-    kind = SUFFIXES.get(suffixes[-1]) if suffixes else None
-    if kind is None:
-        raise DataError(
-            f"{source}: found the suffix {''.join(suffixes) or '(none)'!r}, expected one of {sorted(SUFFIXES)}. "
-            "Rename the file, or set format=.",
-            path=str(source),
-        )
-    return kind
-
-
-def open_rows(
-    source: str | os.PathLike[str],
-    format: str | None = None,
-    header: bool | None = None,
-    *,
-    columns: Sequence[str] | None = None,
-    delimiter: str | None = None,
-) -> Rows:
-    """Return the rows of a file, or of standard input for ``"-"``.
-
-    Args:
-        source: the path; a ``.gz`` file is decompressed.
-        format: one of `FORMATS`; by default the suffix determines it, and standard input is text.
-        header: whether the first line of a CSV or TSV file is a header; None decides by its cells.
-        columns: names of the columns of a CSV or TSV file without a header.
-        delimiter: delimiter of a CSV or TSV file; None decides by the format and the header.
-
-    Raises:
-        DataError: the file does not exist, or its format cannot be read row by row.
-    """
-    is_stdin = os.fspath(source) == STDIN
-    path = Path(source)
-    if not is_stdin:
-        expect_file(path)
-    kind = format_of(source, format)
-    if kind not in FORMATS or (is_stdin and kind in ("parquet", "arrow")):
-        known = FORMATS[:4] if is_stdin else FORMATS
-        advice = "Convert the data to JSON lines (jsonl)." if kind in get_args(Format) else "Set format=."
-        raise DataError(
-            f"{path}: found format {kind!r}{nearest(kind, known)}, expected one of {', '.join(known)}, which are read "
-            f"row by row. {advice}",
-            path=str(path),
-            format=kind,
-        )
-    if kind in ("parquet", "arrow"):
-        return _TableRows(path, kind)
-    lines = Lines(None if is_stdin else path)
-    if kind == "text":
-        return Rows(lines.numbered, _text_row, ["text"], lines)
-    if kind == "jsonl":
-        return Rows((item for item in lines.numbered if not item[1].isspace()), _json_row, None, lines)
-    try:
-        return _cell_rows(lines, kind == "csv", delimiter or ("" if kind == "csv" else "\t"), columns, header)
-    except BaseException:
-        lines.close()
-        raise
-
-
-# ---- lines ---------------------------------------------------------------------------------------------
-
-
 def open_binary(path: Path) -> IO[bytes]:
     """Open a file for reading. A ``.gz`` file is decompressed."""
     # A gzip file has all methods of a binary file that the readers use.
@@ -239,7 +175,7 @@ class Lines:
         self.name = STDIN if path is None else str(path)
         self._file = sys.stdin.buffer if path is None else open_binary(path)
         self._size = None if path is None else path.stat().st_size
-        self._hash = hashlib.blake2b(digest_size=16) if path is None else None
+        self.hash = hashlib.blake2b(digest_size=16) if path is None else None
         self.numbered = self._read()
 
     def _read(self) -> Iterator[tuple[int, bytes]]:
@@ -251,32 +187,17 @@ class Lines:
                         number, f"found a line with more than {MAX_LINE_BYTES:,} bytes, expected one row on each line. "
                         "Split the line, or check the format of the file.",
                     )  # fmt: skip
-                if self._hash is not None:
-                    self._hash.update(raw)
+                if self.hash is not None:
+                    self.hash.update(raw)
                 yield number, raw
         except (EOFError, OSError, zlib.error) as error:
             fault = f"found unreadable data ({error}), expected a complete file. Copy it again."
             raise self.error(number + 1, fault) from None
 
-    def texts(self) -> Iterator[tuple[int, str | RowFault]]:
-        """Yield the numbered lines as texts and close the file. A line that is not UTF-8 is a `RowFault`."""
-        try:
-            for number, raw in self.numbered:
-                try:
-                    yield number, _decoded(raw, number)
-                except RowFault as fault:
-                    yield number, fault
-        finally:
-            self.close()
-
     def error(self, line: int, fault: str) -> DataError:
         """Return the error for a fault that ends the reading."""
         problem = f"line {line}: {fault}"
         return DataError(f"{self.name}: {problem}", path=self.name, line=line, problems=[problem])
-
-    def digest(self) -> str | None:
-        """Return the hash of all lines read so far; None for a file."""
-        return None if self._hash is None else self._hash.hexdigest()
 
     def position(self, number: int) -> tuple[int, int | None]:
         """Return the bytes read and the size of the file, compressed bytes for a compressed file."""
@@ -324,10 +245,8 @@ def _decoded(raw: bytes, line: int) -> str:
         raise RowFault(f"found {found}, expected UTF-8 text") from None
 
 
-# ---- rows ----------------------------------------------------------------------------------------------
-
-
-def _text_row(number: int, item: tuple[int, bytes]) -> Row:
+def text_row(number: int, item: tuple[int, bytes]) -> Row:
+    """Return a numbered line as a row."""
     line, raw = item
     try:
         return Row(number, line, {"text": _decoded(raw, line).rstrip("\r\n")})
@@ -335,7 +254,8 @@ def _text_row(number: int, item: tuple[int, bytes]) -> Row:
         return Row(number, line, None, str(fault))
 
 
-def _json_row(number: int, item: tuple[int, bytes]) -> Row:
+def json_row(number: int, item: tuple[int, bytes]) -> Row:
+    """Return a numbered line with a JSON object as a row."""
     line, raw = item
     try:
         text = _decoded(raw, line).strip()
@@ -362,55 +282,162 @@ def _parsed(text: str) -> Any:
     return _DECODE(text)  # raises the error
 
 
-def _cell_rows(lines: Lines, quoted: bool, delimiter: str, columns: Sequence[str] | None, header: bool | None) -> Rows:
-    """Return the rows of cells of a CSV or TSV file."""
+def cell_rows(lines: Lines, quoted: bool, delimiter: str, columns: Sequence[str] | None, header: bool | None) -> Rows:
+    """Return the rows of a CSV or TSV file.
+
+    Args:
+        lines: the lines.
+        quoted: whether quotes enclose cells, as in CSV files.
+        delimiter: delimiter of cells; if empty, a comma, or the delimiter of a header without commas.
+        columns: names of the columns, for files without a header.
+        header: whether the first line is a header; None decides by its cells and those below.
+
+    Raises:
+        DataError: the first line cannot be read.
+    """
+    csv.field_size_limit(max(MAX_FIELD_BYTES, csv.field_size_limit()))
     damaged: dict[int, str] = {}
-
-    def texts() -> Iterator[str]:
-        for number, raw in lines.numbered:
-            try:
-                yield _decoded(raw, number)
-            except RowFault as fault:
-                damaged[number] = str(fault)
-                yield raw.decode("utf-8", "replace")
-
-    cells = Cells(texts(), damaged, quoted=quoted, delimiter=delimiter, columns=columns, header=header)
-    if cells.fault is not None:
-        raise lines.error(*cells.fault)
+    texts = _texts(lines, damaged)
+    if not delimiter:
+        delimiter, texts = _separated(texts) if columns is None and header is not False else (",", texts)
+    quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+    items = _cells(csv.reader(texts, delimiter=delimiter, quoting=quoting, strict=True), damaged)
+    ahead = list(islice(items, 1 + HEADER_SAMPLE_ROWS))
+    names, below = list(columns or ()), [cells for _, cells in ahead[1:] if isinstance(cells, list)]
+    is_header = has_row_names = False
+    if ahead:
+        line, cells = ahead[0]
+        if isinstance(cells, str):
+            raise lines.error(line, cells)
+        is_header = (columns is None and _is_header(cells, below)) if header is None else header
+        if columns is None:
+            names = _column_names(cells) if is_header else _default_names(cells)
+        has_row_names = is_header and _has_row_names(len(names), below)
 
     def make(number: int, item: tuple[int, list[str] | str]) -> Row:
-        line, found = item
-        if isinstance(found, str):
-            return Row(number, line, None, found)
-        return Row(number, line, dict(zip(cells.names, found, strict=True)))
+        line, cells = item
+        if isinstance(cells, str):
+            return Row(number, line, None, cells)
+        if has_row_names:
+            cells = cells[1:]
+        if len(cells) != len(names):
+            # Empty cells after the last column are dropped.
+            if any(cells[len(names) :]) or not all(name.startswith(UNNAMED) for name in names[len(cells) :]):
+                fault = f"found {len(cells)} cells: {printable(delimiter.join(cells), 60)}, expected {len(names)}"
+                return Row(number, line, None, fault)
+            cells = [*cells[: len(names)], *[""] * (len(names) - len(cells))]
+        return Row(number, line, dict(zip(names, cells, strict=True)))
 
-    rows = Rows(iter(cells), make, cells.names, lines)
-    rows.has_header, rows.guessed_header = cells.has_header, cells.guessed_header
+    rows = Rows(chain(ahead[is_header:], items), make, names, lines)
+    rows.has_header, rows.guessed_header = is_header, is_header and header is None
     return rows
 
 
-class _TableRows(Rows):
-    """The rows of a Parquet or Arrow file."""
+def _texts(lines: Lines, damaged: dict[int, str]) -> Iterator[str]:
+    """Yield the lines of a file as texts; ``damaged`` receives the faults of lines, by number."""
+    for number, raw in lines.numbered:
+        try:
+            yield _decoded(raw, number)
+        except RowFault as fault:
+            damaged[number] = str(fault)
+            yield raw.decode("utf-8", "replace")
 
-    def __init__(self, path: Path, kind: str) -> None:
-        self._batches = BatchRows(path, kind)
-        super().__init__(iter(()), lambda number, values: Row(number, None, values), self._batches.names, None)
-        self.types, self.total = self._batches.types(), self._batches.total
 
-    def want(self, columns: list[str]) -> None:
-        """Set the columns to read."""
-        self._batches.columns = columns
+def _cells(reader: Any, damaged: dict[int, str]) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the first line of each row with its cells or its fault. Empty lines are skipped."""
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield line, f"found {error}, expected valid CSV"
+            continue
+        read = range(line, reader.line_num + 1) if damaged else ()
+        found = [damaged.pop(number) for number in read if number in damaged]
+        if found or (cells and not (len(cells) == 1 and not cells[0].strip())):
+            yield line, found[0] if found else cells
 
-    def close(self) -> None:
-        """Close the file."""
-        self._batches.close()
 
-    def _take(self, count: int) -> list[Row]:
-        rows: list[Row] = []
-        while len(rows) < count and (batch := self._batches.take_batch(count - len(rows))) is not None:
-            self._source = iter(batch.to_pylist())
-            rows += super()._take(batch.num_rows)
-        return rows
+def _separated(texts: Iterator[str]) -> tuple[str, Iterator[str]]:
+    """Return the delimiter of a CSV file according to its header, and all its lines.
 
-    def _skip(self, count: int) -> int:
-        return self._batches.skip(count)
+    The delimiter is a comma. If the header contains none, as in files of spreadsheet programs in countries with a
+    decimal comma, it is the semicolon, tab or bar that divides the header into several names.
+    """
+    first = []
+    for text in texts:
+        first.append(text)
+        if text.strip():
+            break
+    header = first[-1].strip("\r\n") if first else ""
+    cells = {sign: next(csv.reader([header], delimiter=sign), []) for sign in (",", *DELIMITERS)}
+    found = [sign for sign in DELIMITERS if _names_several(cells[sign])]
+    return found[0] if len(cells[","]) == 1 and len(found) == 1 else ",", chain(first, texts)
+
+
+def _names_several(cells: Sequence[str]) -> bool:
+    """Return whether these are several column names. An empty first name belongs to row numbers."""
+    named = sum(bool(cell.strip()) for cell in cells)
+    return (named > 1 or (named == 1 and not cells[0].strip())) and _is_header(cells, ())
+
+
+def _is_header(cells: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
+    """Return whether a first line contains column names, according to its cells and the rows below."""
+    names = {at: cell.strip() for at, cell in enumerate(cells) if cell.strip()}
+    numbers = [name for name in names.values() if _is_number(name)]
+    is_unique = len({*names.values()}) == len(names)
+    if names and not numbers and is_unique and all(len(name) <= MAX_NAME_LENGTH for name in names.values()):
+        return True
+    columns = {at: [row[at].strip() for row in below if at < len(row) and row[at].strip()] for at in names}
+    if any(name.lower() in COLUMN_WORDS and name not in columns[at] for at, name in names.items()):
+        return True
+    is_numeric = {at: len(column) > 1 and all(map(_is_number, column)) for at, column in columns.items()}
+    if any(is_numeric[at] and not _is_number(name) and len(name.split()) == 1 for at, name in names.items()):
+        return True
+    # Data frames number columns that have no names.
+    counted = [str(k) for k in range(len(numbers))]
+    return bool(below) and len(numbers) == len(names) > 0 and numbers == counted and not all(is_numeric.values())
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _column_names(cells: Sequence[str]) -> list[str]:
+    """Return a unique name for each column, equal to pandas'."""
+    names = [cell.strip() or f"{UNNAMED}{at}" for at, cell in enumerate(cells)]
+    counts: Counter[str] = Counter()
+    # Named columns keep their names before columns without a name.
+    for at in sorted(range(len(names)), key=lambda at: not cells[at].strip()):
+        name = names[at]
+        while (count := counts[name]) > 0:
+            counts[name] += 1
+            numbered = f"{name}.{count}"
+            if numbered not in names:
+                name = numbered
+        names[at] = name
+        counts[name] += 1
+    return names
+
+
+def _has_row_names(width: int, below: Sequence[Sequence[str]]) -> bool:
+    """Return whether each row starts with an additional integer, which R and pandas read as the row's name."""
+    long = [row for row in below if len(row) == width + 1]
+    if not long or len(long) < len(below) or not any(row[-1] for row in long):
+        return False
+    return all(re.fullmatch(r"\d+", row[0], re.ASCII) for row in long)
+
+
+def _default_names(cells: Sequence[str]) -> list[str]:
+    """Return column names for a file without a header: texts with labels, or pairs with labels."""
+    known = {1: ["text"], 2: ["text", "label"], 3: ["text", "text_pair", "label"]}
+    names = known.get(len(cells))
+    if names and _is_number(cells[0]) and not all(map(_is_number, cells)):
+        names = None
+    return names or [f"column_{k}" for k in range(len(cells))]

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flodl.errors import ConfigError, DataError, capped, nearest
-from flodl_hf.tokenization.readers.columns import NAMES, Columns, column_names
-from flodl_hf.tokenization.readers.faults import refuse_rows
+from flodl_hf.tokenization.readers.columns import NAMES, Columns, column_names, refuse_rows
 from flodl_hf.tokenization.readers.targets import as_numbers, is_missing
 from flodl_hf.training.losses.pairs import Form
 

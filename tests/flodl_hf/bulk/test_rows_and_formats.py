@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from flodl.errors import DataError
 from flodl_hf.jobs.write import json_of, writer_for
-from flodl_hf.tokenization.readers.files import read_rows
-from flodl_hf.tokenization.readers.rows import Row, open_rows
+from flodl_hf.tokenization.readers.files import open_rows, read_rows
+from flodl_hf.tokenization.readers.rows import Row
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
 BUDGET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -147,7 +147,7 @@ def test_an_input_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
     rows: Any = open_rows(tmp_path / "a.parquet")
     rows.want(["text"])
     asked: list[int] = []
-    real = rows._batches._file.iter_batches
+    real = rows._file.iter_batches
 
     class Watched:
         def __init__(self, file: Any) -> None:
@@ -160,7 +160,7 @@ def test_an_input_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
             asked.extend(options["row_groups"])
             return real(*args, **options)
 
-    rows._batches._file = Watched(rows._batches._file)
+    rows._file = Watched(rows._file)
     assert rows.skip(16) == 16
     assert [row.number for row in rows.take(3)] == [17, 18, 19]
     assert asked == [3]

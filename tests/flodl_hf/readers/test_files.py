@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from flodl.data import DataLoader
 from flodl.errors import DataError
 from flodl_hf.tokenization.readers import infer_targets, load_rows
-from flodl_hf.tokenization.readers.files import read_rows
-from flodl_hf.tokenization.readers.rows import open_rows
+from flodl_hf.tokenization.readers.files import open_rows, read_rows
 
 
 @pytest.fixture
