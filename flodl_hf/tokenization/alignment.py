@@ -7,7 +7,7 @@ token. All other tokens, special ones included, have -100, which losses and metr
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -107,21 +107,27 @@ def word_units(
                 start[unit] = a if start[unit] < 0 else min(start[unit], a)
                 end[unit] = max(end[unit], b)
                 speaker[unit] = place if speaker[unit] < 0 else min(speaker[unit], place)
-    first: list[list[bool]] = []
-    owner, best = [-1] * count, [-1] * count
-    for number, (row, line) in enumerate(zip(keys, places, strict=True)):
-        flags = [False] * len(row)
-        inside = [i for i, unit in enumerate(row) if unit is not None]
-        for i in inside:
-            unit = row[i]
-            assert unit is not None
-            flags[i] = line[i] == speaker[unit]
-            context = min(i - inside[0], inside[-1] - i)
-            if flags[i] and context > best[unit]:
-                best[unit], owner[unit] = context, number
-        first.append(flags)
-    found = list(zip(start, end, strict=True)) if extents is None else extents
-    return Units(keys, first, [e if owner[u] >= 0 else (-1, -1) for u, e in enumerate(found)], owner)
+    first = [
+        [unit is not None and place == speaker[unit] for unit, place in zip(row, line, strict=True)]
+        for row, line in zip(keys, places, strict=True)
+    ]
+    units = Units(keys, first, [(-1, -1)] * count, [-1] * count)
+    best = [-1] * count
+    inside = [[at for at, unit in enumerate(row) if unit is not None] for row in keys]
+    for number, at, unit in _first_tokens(units):
+        context = min(at - inside[number][0], inside[number][-1] - at)
+        if context > best[unit]:
+            best[unit], units.owner[unit] = context, number
+            units.extents[unit] = (start[unit], end[unit]) if extents is None else extents[unit]
+    return units
+
+
+def _first_tokens(units: Units, once: bool = False) -> Iterator[tuple[int, int, int]]:
+    """Yield window, token and unit of the first token of each unit; ``once`` in the window with the most context."""
+    for number, (row, flags) in enumerate(zip(units.unit, units.first, strict=True)):
+        for at, (unit, is_first) in enumerate(zip(row, flags, strict=True)):
+            if unit is not None and is_first and (units.owner[unit] == number or not once):
+                yield number, at, unit
 
 
 def _check_offsets(windows: Sequence[Row]) -> None:
@@ -194,13 +200,9 @@ def align_tags(
             f"alignment: tags without a label:\n{capped(problems)}\nknown labels: {list(label_ids)[:20]}",
             problems=problems,
         )
-    labels: list[list[int]] = []
-    for number, (row, flags) in enumerate(zip(units.unit, units.first, strict=True)):
-        line = [IGNORE] * len(row)
-        for i, (unit, is_first) in enumerate(zip(row, flags, strict=True)):
-            if unit is not None and is_first and (units.owner[unit] == number or not once):
-                line[i] = label_ids[tags[unit]]
-        labels.append(line)
+    labels = [[IGNORE] * len(row) for row in units.unit]
+    for number, at, unit in _first_tokens(units, once):
+        labels[number][at] = label_ids[tags[unit]]
     return labels
 
 
@@ -222,13 +224,9 @@ def read_tags(
         fill: the tag of units that no token speaks for.
     """
     tags = [fill] * len(units.owner)
-    for number, (row, flags) in enumerate(zip(units.unit, units.first, strict=True)):
-        for i, (unit, is_first) in enumerate(zip(row, flags, strict=True)):
-            if unit is None or not is_first or units.owner[unit] != number:
-                continue
-            label = int(labels[number][i])
-            if label != IGNORE:
-                tags[unit] = names[label]
+    for number, at, unit in _first_tokens(units, once=True):
+        if (label := int(labels[number][at])) != IGNORE:
+            tags[unit] = names[label]
     return tags
 
 
@@ -284,19 +282,14 @@ def spans_of(tags: Sequence[str], scheme: Scheme | None = None) -> list[Span]:
     Raises:
         DataError: a tag has a prefix that the scheme does not have.
     """
-    return _loose(tags) if scheme is None else _strict(tags, scheme)
-
-
-def _split(tag: str) -> tuple[str, str]:
     # A type may contain dashes. A tag without a type has the type "_".
-    return tag[:1], tag[1:].split("-", 1)[-1] or "_"
-
-
-def _loose(tags: Sequence[str]) -> list[Span]:
+    split = [(tag[:1], tag[1:].split("-", 1)[-1] or "_") for tag in tags]
+    if scheme is not None:
+        return _strict(split, scheme)
     spans: list[Span] = []
     start = 0
     before, before_kind = "O", "O"
-    for at, (prefix, kind) in enumerate([*map(_split, tags), ("O", "_")]):
+    for at, (prefix, kind) in enumerate([*split, ("O", "_")]):
         inside = prefix not in ("O", ".")
         changed = kind != before_kind
         if before in ("E", "S") or (
@@ -309,13 +302,12 @@ def _loose(tags: Sequence[str]) -> list[Span]:
     return spans
 
 
-def _strict(tags: Sequence[str], scheme: Scheme) -> list[Span]:
+def _strict(tags: Sequence[tuple[str, str]], scheme: Scheme) -> list[Span]:
     if scheme not in _BEGIN_INSIDE_END_SINGLE:
         raise DataError(f"spans: found scheme {scheme!r}, expected 'IOB2', 'IOBES' or 'BILOU'", scheme=scheme)
     begin, inside, end, single = _BEGIN_INSIDE_END_SINGLE[scheme]
     allowed = {"O", begin, inside, end, single} - {" "}
-    split = [_split(tag) for tag in tags]
-    wrong = [f"tag {i}: {tags[i]!r}" for i, (prefix, _) in enumerate(split) if prefix not in allowed]
+    wrong = [f"tag {i}: {'-'.join(tag)}" for i, tag in enumerate(tags) if tag[0] not in allowed]
     if wrong:
         raise DataError(
             f"spans: found tags outside of {scheme}, expected the prefixes {sorted(allowed)}:\n{capped(wrong)}",
@@ -324,20 +316,17 @@ def _strict(tags: Sequence[str], scheme: Scheme) -> list[Span]:
         )
     spans: list[Span] = []
     at = 0
-    while at < len(split):
-        prefix, kind = split[at]
-        first = at
+    while at < len(tags):
+        first, (prefix, kind) = at, tags[at]
         at += 1
-        if prefix == single:
+        if prefix == begin:
+            while at < len(tags) and tags[at] == (inside, kind):
+                at += 1
+            if end != " " and (at == len(tags) or tags[at] != (end, kind)):
+                continue
+            at += end != " "
+        if prefix in (begin, single):
             spans.append((kind, first, at))
-        elif prefix == begin:
-            while at < len(split) and split[at] == (inside, kind):
-                at += 1
-            if end == " ":
-                spans.append((kind, first, at))
-            elif at < len(split) and split[at] == (end, kind):
-                at += 1
-                spans.append((kind, first, at))
     return spans
 
 
@@ -361,21 +350,18 @@ def answer_positions(windows: Sequence[Row], answer: Extent | None) -> list[tupl
     _check_offsets(windows)
     touched = [
         [
-            i
-            for i, ((a, b), s) in enumerate(zip(win.offsets, win.sequence_ids, strict=True))
-            if s == 1 and a < end and b > start
+            at
+            for at, ((a, b), sequence) in enumerate(zip(win.offsets, win.sequence_ids, strict=True))
+            if sequence == 1 and a < end and b > start
         ]
         for win in windows
     ]
     # Compared with the other windows rather than with the answer's own ends, because an answer may begin or
     # end with characters that no token has.
-    spots = [win.offsets[i] for win, held in zip(windows, touched, strict=True) for i in held]
-    first = min((a for a, _ in spots), default=0)
-    last = max((b for _, b in spots), default=0)
+    spots = [win.offsets[at] for win, held in zip(windows, touched, strict=True) for at in held]
+    whole = min((a for a, _ in spots), default=0), max((b for _, b in spots), default=0)
     return [
-        (held[0], held[-1])
-        if held and win.offsets[held[0]][0] == first and win.offsets[held[-1]][1] == last
-        else (0, 0)
+        (held[0], held[-1]) if held and (win.offsets[held[0]][0], win.offsets[held[-1]][1]) == whole else (0, 0)
         for win, held in zip(windows, touched, strict=True)
     ]
 
@@ -459,8 +445,7 @@ def _groups(free: list[int], words: Sequence[int | None] | None) -> list[list[in
         return [[i] for i in free]
     groups: list[list[int]] = []
     for i in free:
-        joins = groups and i == groups[-1][-1] + 1 and words[i] is not None and words[i] == words[i - 1]
-        if joins:
+        if groups and i == groups[-1][-1] + 1 and words[i] is not None and words[i] == words[i - 1]:
             groups[-1].append(i)
         else:
             groups.append([i])
