@@ -21,13 +21,12 @@ from flodl_hf.inference.token_table import (
     of_one,
     table_of,
 )  # fmt: skip
-from flodl_hf.tokenization.batch import check_batch
-from flodl_hf.tokenization.blocks import beginnings, replaced
+from flodl_hf.tokenization.backend import beginnings, replaced
 from flodl_hf.tokenization.cuts import Cut, Overflow
+from flodl_hf.tokenization.guard import check_batch
 
 if TYPE_CHECKING:
-    from flodl_hf.tokenization.backend import Backend
-    from flodl_hf.tokenization.blocks import Flat
+    from flodl_hf.tokenization.backend import Backend, Flat
     from flodl_hf.tokenization.cuts import Row
     from flodl_hf.tokenization.tokenizer import Tokenizer
 

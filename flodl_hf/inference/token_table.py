@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from flodl_hf.tokenization.blocks import packed
+from flodl_hf.tokenization.backend import packed
 from flodl_hf.tokenization.cuts import Cut, Cuts, Overflow, divided_text, plan_cuts
 
 if TYPE_CHECKING:
-    from flodl_hf.tokenization.blocks import Flat
+    from flodl_hf.tokenization.backend import Flat
     from flodl_hf.tokenization.cuts import Row
     from flodl_hf.tokenization.tokenizer import Tokenizer
 

@@ -459,7 +459,7 @@ def overridden(tokenizer: Tokenizer, overrides: Mapping[str, Any], folder: Path,
     Raises:
         TokenizerError: a value is not understood.
     """
-    from flodl_hf.tokenization.source import with_settings
+    from flodl_hf.tokenization.settings import with_settings
 
     files = with_settings(tokenizer.files(), overrides, str(folder))
     return type(tokenizer).from_files(files, folder=folder, model_type=model_type)
@@ -473,7 +473,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for name in TOKENIZER_FILES:
         if os.path.lexists(folder / name):
-            from flodl_hf.tokenization.source import read_bytes
+            from flodl_hf.tokenization.settings import read_bytes
 
             with contextlib.suppress(FlodlError, OSError):
                 found[name] = read_bytes(folder / name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flodl_hf.parity.inputs import AWKWARD_TEXTS
-from flodl_hf.tokenization.source import read_source
+from flodl_hf.tokenization.settings import read_source
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
 # Each text has made two implementations disagree somewhere: spaces, marks, scripts, special tokens.

@@ -1,14 +1,15 @@
 """A tokenizer built from vocabulary files, without transformers and without sentencepiece.
 
-Decides: which builder a tokenizer class has, which special tokens there are, and their ids.
-Leaves to others: rules of the classes (``classes.py``), sentencepiece models (``pieces.py``), words that Python splits
-(``python_words.py``), settings files.
+Rules of the classes are in ``classes.py``, sentencepiece models in ``pieces.py``, words that Python splits in
+``python_words.py``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,133 @@ from flodl_hf.checkpoints.folders import vocabularies_below
 from flodl_hf.errors import TokenizerError
 from flodl_hf.families import families
 from flodl_hf.families.schema import FamilyTokenizer
+from flodl_hf.tokenization.definition import add_tokens, frame, role_tokens
+from flodl_hf.tokenization.guard import translated_errors
+from flodl_hf.tokenization.sentencepiece import llama, pieces, sentencepiece_pieces
+from flodl_hf.tokenization.settings import (
+    ROLES,
+    TOKENIZER_FILES,
+    Source,
+    class_name,
+    class_rules,
+    content,
+    decode_text,
+    parse_json,
+    rules_of,
+    said_of,
+    vocabulary_file,
+)
 
-from .added import add_tokens, role_tokens
-from .classes import class_name, class_rules, rules_of
-from .guard import translated_errors
-from .pieces import llama, pieces, sentencepiece_pieces
-from .plain_files import read_fairseq, read_merges, read_vocab_json, read_vocab_txt
-from .settings import ROLES, content, said_of
-from .source import TOKENIZER_FILES, Source, vocabulary_file
-from .templates import frame
+# Ids are 32-bit numbers in the tokenizers library, and rows of an embedding in every model.
+_MAX_ID = 10_000_000
+
+
+def _lines(data: bytes, path: str) -> list[str]:
+    # Only line feeds end a line: vocabularies contain characters at which str.splitlines would split.
+    lines = decode_text(data, path).replace("\r\n", "\n").split("\n")
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _refuse(path: str, faults: list[str], remedy: str) -> None:
+    if faults:
+        raise TokenizerError(
+            f"{path}: {len(faults)} faults:\n{capped(faults, 10)}\n{remedy}", where=path, problems=faults
+        )
+
+
+def read_vocab_txt(data: bytes, path: str) -> dict[str, int]:
+    """Return token to id from a file with one token a line, the first being id 0.
+
+    A token that occurs twice has the id of its last line, as in transformers.
+
+    Raises:
+        TokenizerError: if the file is empty.
+    """
+    lines = _lines(data, path)
+    if not lines:
+        _refuse(path, ["the file is empty"], "expected a token on each line; fetch the file again")
+    return {token: number for number, token in enumerate(lines)}
+
+
+def read_fairseq(data: bytes, path: str, first: Sequence[str]) -> dict[str, int]:
+    """Return token to id from a file with a token and its count on each line, numbered after ``first``.
+
+    Raises:
+        TokenizerError: if a line has no count.
+    """
+    vocab = {token: number for number, token in enumerate(first)}
+    faults = []
+    for number, line in enumerate(_lines(data, path), start=1):
+        token, space, _ = line.strip().rpartition(" ")
+        if not space:
+            faults.append(f"line {number}: {printable(line, 40)} is not a token and its count")
+        vocab[token] = len(vocab)
+    _refuse(path, faults, "expected the vocabulary of fairseq; fetch the file again, or correct tokenizer_class")
+    return vocab
+
+
+def read_vocab_json(data: bytes, path: str) -> dict[str, int]:
+    """Return token to id from a JSON object.
+
+    Raises:
+        TokenizerError: if it is not an object of distinct small numbers, or a token occurs twice.
+    """
+    faults: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(items)
+        if len(values) < len(items):
+            repeated = (Counter(key for key, _ in items) - Counter(values.keys())).elements()
+            faults.extend(f"{printable(key, 40)} occurs twice" for key in repeated)
+        return values
+
+    value = parse_json(data, path, pairs)
+    if not value:
+        faults.append("the object is empty")
+    owner: dict[int, str] = {}
+    for token, number in value.items():
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _MAX_ID:
+            faults.append(f"{printable(token, 40)} has id {printable(str(number), 40)}")
+        elif number in owner:
+            faults.append(f"{printable(token, 40)} and {printable(owner[number], 40)} both have id {number}")
+        else:
+            owner[number] = token
+    _refuse(path, faults, f"expected distinct numbers from 0 to {_MAX_ID - 1}; fetch the file again")
+    return {token: number for number, token in owner.items()}
+
+
+def read_merges(data: bytes, path: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the merges of byte-level BPE in order of rank.
+
+    Args:
+        data: contents of ``merges.txt``.
+        path: its name, for messages.
+        vocab: token to id; both parts and their union must be in it.
+
+    Raises:
+        TokenizerError: if a line is not two tokens of the vocabulary with a union in the vocabulary.
+    """
+    merges: list[tuple[str, str]] = []
+    faults = []
+    for number, line in enumerate(_lines(data, path), start=1):
+        if number == 1 and line.startswith("#version"):
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2 or not all(parts):
+            faults.append(f"line {number}: {printable(line, 40)} is not two tokens with a space between")
+            continue
+        unknown = [token for token in (*parts, "".join(parts)) if token not in vocab]
+        if unknown:
+            faults.append(f"line {number}: {printable(unknown[0], 40)} is not in the vocabulary")
+        merges.append((parts[0], parts[1]))
+    _refuse(
+        path,
+        faults,
+        "expected two tokens of vocab.json on each line; fetch vocab.json and merges.txt from the same place",
+    )
+    return merges
 
 
 def _word_pieces(source: Source) -> Tokenizer:
@@ -73,27 +192,18 @@ def _byte_level(source: Source) -> Tokenizer:
     prefix = source.flag("add_prefix_space", source.rules.prefix)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _byte_level_nfc(source: Source) -> Tokenizer:
-    tokenizer = _byte_level(source)
-    tokenizer.normalizer = normalizers.NFC()
+    if source.rules.build in ("byte_level_nfc", "qwen2"):
+        tokenizer.normalizer = normalizers.NFC()
+    if source.rules.build == "qwen2":
+        words = pre_tokenizers.Split(Regex(_QWEN2), "isolated")
+        level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, level])
     return tokenizer
 
 
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-def _qwen2(source: Source) -> Tokenizer:
-    tokenizer = _byte_level_nfc(source)
-    prefix = source.flag("add_prefix_space", source.rules.prefix)
-    words = pre_tokenizers.Split(Regex(_QWEN2), "isolated")
-    level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, level])
-    return tokenizer
 
 
 def _suffixed(source: Source) -> Tokenizer:
@@ -108,7 +218,7 @@ def _suffixed(source: Source) -> Tokenizer:
 
 def _fairseq(source: Source) -> Tokenizer:
     """Return BPE over fairseq's ``vocab.txt`` and ``bpe.codes``."""
-    from .python_words import fairseq_words, normalize_tweet, normalized_words, splitter
+    from flodl_hf.tokenization.python_words import fairseq_words, normalize_tweet, normalized_words, splitter
 
     first = [source.tokens[role] for role in ("bos_token", "pad_token", "eos_token", "unk_token")]
     vocab = read_fairseq(source.files["vocab.txt"], f"{source.folder}/vocab.txt", first)
@@ -124,22 +234,16 @@ def _fairseq(source: Source) -> Tokenizer:
     return tokenizer
 
 
-def _japanese(source: Source) -> Tokenizer:
-    from .python_words import build
-
-    return build(source)
-
-
 _BUILDERS: Mapping[str, Callable[[Source], Tokenizer]] = {
     "vocab.txt": _word_pieces,
     "vocab.json": _byte_level,
     "anywhere": _anywhere,
-    "byte_level_nfc": _byte_level_nfc,
-    "qwen2": _qwen2,
+    "byte_level_nfc": _byte_level,
+    "qwen2": _byte_level,
     "suffixed": _suffixed,
     "fairseq": _fairseq,
     "bertweet": _fairseq,
-    "japanese": _japanese,
+    "japanese": lambda source: import_module("flodl_hf.tokenization.python_words").build(source),
     "pieces": pieces,
     "bpe": pieces,
     "sentencepiece": sentencepiece_pieces,
@@ -158,17 +262,6 @@ def _require(source: Source, vocab: Mapping[str, int], roles: Sequence[str], nam
         )
 
 
-def _check_words(rules: FamilyTokenizer, source: Source) -> None:
-    if rules.words:
-        raise TokenizerError(
-            f"{source.folder}/{vocabulary_file(source.files)}: the tokenizer splits words by {rules.words}, which is "
-            "not supported; expected tokenizer.json or another tokenizer_class. Pass token ids that transformers "
-            "returns, or add a tokenizer.json.",
-            where=source.folder,
-            words=rules.words,
-        )
-
-
 def _choose(source: Source, model_type: str | None, config: Mapping[str, Any]) -> FamilyTokenizer:
     """Return the rules of the tokenizer class, else of the model's family, else of a family with these files."""
     files, folder = source.files, source.folder
@@ -184,9 +277,8 @@ def _choose(source: Source, model_type: str | None, config: Mapping[str, Any]) -
                 field="tokenizer_class",
                 found=name,
             )
-        _check_words(rules, source)
         missing = [file for file in rules.files if file not in files and rules.build != "japanese"]
-        if missing or not rules.files:
+        if not rules.words and (missing or not rules.files):
             raise TokenizerError(
                 f"{folder}: tokenizer_class is {name!r} and {', '.join(missing) or 'tokenizer.json'} is missing; "
                 f"expected {' and '.join(rules.files) or 'tokenizer.json'}; copy the tokenizer files of the checkpoint "
@@ -200,7 +292,6 @@ def _choose(source: Source, model_type: str | None, config: Mapping[str, Any]) -
     present = [f for f in families() if rules_of(f).files and all(name in files for name in rules_of(f).files)]
     for family in present:
         if family.model_type == model_type:
-            _check_words(rules_of(family), source)
             return rules_of(family)
     if not present:
         below = vocabularies_below(Path(folder))
@@ -242,6 +333,14 @@ def build_backend(source: Source, model_type: str | None, config: Mapping[str, A
         TokenizerError: if there are no vocabulary files, they are damaged, or the tokenizer class is not supported.
     """
     own, settings = _choose(source, model_type, config), source.settings
+    file = f"{source.folder}/{vocabulary_file(source.files)}"
+    if own.words:
+        raise TokenizerError(
+            f"{file}: the tokenizer splits words by {own.words}, which is not supported; expected tokenizer.json or "
+            "another tokenizer_class. Pass token ids that transformers returns, or add a tokenizer.json.",
+            where=source.folder,
+            words=own.words,
+        )
     decoder = settings.get("added_tokens_decoder")
     by_text = {content(v): v for v in decoder.values()} if isinstance(decoder, Mapping) else {}
     roles = tuple(dict.fromkeys((*ROLES, *own.special)))
@@ -250,14 +349,8 @@ def build_backend(source: Source, model_type: str | None, config: Mapping[str, A
     stated = {role: by_text.get(v, v) if isinstance(v, str) else v for role, v in stated.items()}
     tokens = {**own.special, **{role: text for role, v in stated.items() if (text := content(v))}}
     source = replace(source, rules=own, tokens=tokens)
-    file = f"{source.folder}/{vocabulary_file(source.files)}"
     with translated_errors(file, "the vocabulary files are damaged; fetch them again"):
         tokenizer = _BUILDERS[own.build or own.files[0]](source)
-        special = role_tokens(tokens, stated, mask_takes_space=own.mask_takes_space)
-        add_tokens(tokenizer, source, special)
-        template = own.template
-        if template == "splinter" and settings.get("padding_side", "right") == "left":
-            template = "splinter left"
-        prefix = source.flag("add_prefix_space", own.prefix)
-        frame(tokenizer, template, tokens, source.folder, prefix=prefix, settings=settings)
+        add_tokens(tokenizer, source, role_tokens(tokens, stated, mask_takes_space=own.mask_takes_space))
+        frame(tokenizer, source, tokens)
     return tokenizer

@@ -10,27 +10,26 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
-import tokenizers
-
+from flodl.errors import nearest
 from flodl_hf.errors import OptionError, TokenizerError
+from flodl_hf.tokenization.backend import Backend, beginnings
+from flodl_hf.tokenization.cuts import Cut, Overflow, Row, cut_each, with_space
+from flodl_hf.tokenization.encoded import Encoded, as_lists, as_tensors
+from flodl_hf.tokenization.guard import check_batch
+from flodl_hf.tokenization.vocabulary import Vocabulary
 
-from .backend import Backend
-from .batch import (
-    PADDINGS,
-    TRUNCATIONS,
-    as_batch,
-    as_lists,
-    as_tensors,
-    check_batch,
-    check_multiple,
-    option,
-)  # fmt: skip
-from .blocks import beginnings
-from .cuts import Cut, Overflow, Row, cut_each, with_space
-from .encoded import Encoded
-from .vocabulary import Vocabulary
-from .words import JOINED
-
+# Names of transformers: which text is truncated, and the length to which rows are padded.
+TRUNCATIONS: dict[Any, Cut | None] = {
+    False: None, "do_not_truncate": None, True: "longest", "longest_first": "longest", "only_first": "first",
+    "only_second": "second",
+}  # fmt: skip
+PADDINGS: dict[Any, str | None] = {
+    False: None, "do_not_pad": None, True: "longest", "longest": "longest", "max_length": "max_length",
+}  # fmt: skip
+JOINED = (
+    "is_split_into_words: this tokenizer marks a word by the space before it, so words are joined by spaces. "
+    "transformers glues them together instead, unless it is loaded with add_prefix_space=True"
+)
 # Characters of a long text for each token that fits.
 _LONG_CHARS = 16
 _TEXTS = ("self", "text", "text_pair", "text_target", "text_pair_target")
@@ -38,8 +37,6 @@ _TEXTS = ("self", "text", "text_pair", "text_target", "text_pair_target")
 
 class Calls(Vocabulary):
     """The calls of a loaded tokenizer."""
-
-    _config: Any
 
     def encode_rows(
         self,
@@ -191,11 +188,11 @@ class Calls(Vocabulary):
             )
         if truncation is None:
             truncation = "longest_first" if max_length is not None and padding is False else False
-        cut = option(TRUNCATIONS, truncation, "truncation")
-        pad = option(PADDINGS, padding, "padding")
+        cut = _option(TRUNCATIONS, truncation, "truncation")
+        pad = _option(PADDINGS, padding, "padding")
         if isinstance(text, str) and text_pair == "" and not self._backend.by_code:
             text_pair = None  # as in transformers: an empty second text beside one text is none
-        texts, pairs, single = as_batch(text, text_pair, is_split_into_words)
+        texts, pairs, single = _as_batch(text, text_pair, is_split_into_words)
         if is_split_into_words and self._backend.joins_words:
             warnings.warn(JOINED, UserWarning, stacklevel=2)
         limit = max_length if max_length is not None else self.settings.model_max_length
@@ -203,18 +200,28 @@ class Calls(Vocabulary):
             cut = "first"
         if cut is not None and limit is not None and not (return_overflowing_tokens or is_split_into_words):
             texts, pairs = self._shorten(texts, pairs, limit, cut)
-        check_multiple(pad_to_multiple_of, limit, cut, pad)
+        multiple = pad_to_multiple_of
+        if cut is not None and pad is not None and multiple and limit is not None and limit % multiple:
+            raise OptionError(
+                f"pad_to_multiple_of is {multiple} and max_length is {limit}, expected a multiple of {multiple}; "
+                f"pass max_length={limit - limit % multiple or multiple}, or another pad_to_multiple_of",
+                field="pad_to_multiple_of",
+                found=multiple,
+                expected=limit,
+            )
         backend = self._backend if split_special_tokens is None else self._reading(split_special_tokens)
         whole = backend.rows(texts, pairs, words=is_split_into_words, special=add_special_tokens)
         if cut is None and max_length is None and pad != "max_length":
             self._warn_of_long(whole)
-        groups = self._cut(whole, cut, limit, stride, windows=return_overflowing_tokens)
+        groups = [[row] for row in whole]
+        if cut is not None and limit is not None:
+            overflow: Overflow = "windows" if return_overflowing_tokens else "truncate"
+            side = self.settings.truncation_side
+            groups = cut_each(whole, limit, stride=stride, cut=cut, overflow=overflow, snap=False, side=side)
+            if backend.keeps_space:
+                groups = [[with_space(part, row) for part in parts] for parts, row in zip(groups, whole, strict=True)]
         rows: list[Row] = [row for group in groups for row in group]
-        width = None
-        if pad == "longest":
-            width = max((len(row) for row in rows), default=0)
-        elif pad == "max_length":
-            width = limit
+        width = max(map(len, rows), default=0) if pad == "longest" else limit if pad == "max_length" else None
         names = self.settings.input_names
         data: dict[str, Any] = {"input_ids": [list(row.ids) for row in rows]}
         if "token_type_ids" in names if return_token_type_ids is None else return_token_type_ids:
@@ -225,7 +232,7 @@ class Calls(Vocabulary):
             data["special_tokens_mask"] = [list(map(int, row.special)) for row in rows]
         if return_offsets_mapping:
             data["offset_mapping"] = [list(row.offsets) for row in rows]
-        lead = self._fill(data, width, pad_to_multiple_of, padding_side, {"offset_mapping": (0, 0)})
+        lead = self._fill(data, width, multiple, padding_side, {"offset_mapping": (0, 0)})
         if return_overflowing_tokens:
             data["overflow_to_sample_mapping"] = [index for index, group in enumerate(groups) for _ in group]
         if return_length:
@@ -237,20 +244,6 @@ class Calls(Vocabulary):
             listed = () if self._backend.by_code else ("length",)
             data = {key: values if key in listed else values[0] for key, values in data.items()}
         return Encoded(data, rows, lead, self._tokens_of)
-
-    def _cut(
-        self, rows: Sequence[Row], cut: Cut | None, limit: int | None, stride: int, *, windows: bool
-    ) -> list[list[Row]]:
-        """Return each row truncated to ``limit`` tokens, or its windows, as transformers cuts them."""
-        if cut is None or limit is None:
-            return [[row] for row in rows]
-        overflow: Overflow = "windows" if windows else "truncate"
-        groups = cut_each(
-            rows, limit, stride=stride, cut=cut, overflow=overflow, snap=False, side=self.settings.truncation_side
-        )  # fmt: skip
-        if self._backend.keeps_space:
-            groups = [[with_space(part, row) for part in group] for group, row in zip(groups, rows, strict=True)]
-        return groups
 
     def _fill(
         self,
@@ -299,13 +292,8 @@ class Calls(Vocabulary):
             return self._backend
         other = self.__dict__["_splitting"]
         if other is None:
-            if self._backend.by_code:
-                again = cast("Any", self).from_files(
-                    self._files, folder=self._folder, model_type=self.settings.model_type, config=self._config
-                )
-                inner = again._inner
-            else:
-                inner = tokenizers.Tokenizer.from_str(self._inner.to_str())
+            restore, arguments = cast("Any", self.__reduce__())
+            inner = restore(*arguments)._inner
             inner.encode_special_tokens = split
             other = self.__dict__["_splitting"] = Backend(inner, self._folder)
         return other
@@ -360,7 +348,7 @@ class Calls(Vocabulary):
         single = not isinstance(rows[0], (list, tuple))
         if single:
             batch = {key: [value] for key, value in batch.items()}
-        pad = option(PADDINGS, padding, "padding")
+        pad = _option(PADDINGS, padding, "padding")
         limit = max_length if max_length is not None else self.model_max_length
         width = max(map(len, batch["input_ids"])) if pad == "longest" else limit if pad == "max_length" else None
         if return_attention_mask is None:
@@ -372,3 +360,36 @@ class Calls(Vocabulary):
             batch = {key: value[0] for key, value in batch.items()}
         kind = return_tensors or kind
         return Encoded(batch if kind is None else as_tensors(batch, kind), tokens=self._tokens_of)
+
+
+def _option(table: Mapping[Any, Any], value: Any, name: str) -> Any:
+    """Return the entry of an option's value, or raise an error with the valid values."""
+    if isinstance(value, (bool, str)) and value in table:
+        return table[value]
+    known = [key for key in table if isinstance(key, str)]
+    raise OptionError(
+        f"{name} is {value!r}, expected True, False or one of {known}{nearest(str(value), known)}",
+        field=name,
+        found=value,
+        expected=known,
+    )
+
+
+def _as_batch(text: Any, pair: Any, words: bool) -> tuple[Sequence[Any], Sequence[Any] | None, bool]:
+    """Return texts, second texts, and whether a single text was passed.
+
+    Args:
+        text: a string, a list of strings or of pairs; with ``words`` a list of words or a list of such lists.
+        pair: second text or texts in the same form, or ``None``.
+        words: the texts are split into words.
+    """
+    single = not isinstance(text, (list, tuple)) or (words and (not text or isinstance(text[0], str)))
+    texts = [text] if single else text
+    pairs = None if pair is None else [pair] if single else pair
+    may_be_pairs = not single and not words and pair is None and len(texts)
+    if may_be_pairs and all(isinstance(item, (list, tuple)) and len(item) == 2 for item in texts):
+        texts, pairs = [item[0] for item in texts], [item[1] for item in texts]
+    check_batch(texts, "text", words)
+    if pairs is not None:
+        check_batch(pairs, "second text", words)
+    return texts, pairs, single

@@ -1,21 +1,15 @@
 """Tokenizer classes of transformers: which files each reads, and the rules by which a tokenizer is built from them.
 
-A folder names its class in ``tokenizer_config.json``, else in ``config.json``. The rules of the classes that belong to
-a family of this package are in the family's file; the table below contains the others, as transformers 5 builds them.
-
-Decides: which rules belong to a class, and which classes are not supported.
-Leaves to others: building the tokenizer (``build.py``, ``pieces.py``), template of special tokens (``templates.py``).
+The rules of the classes that belong to a family of this package are in the family's file; the table below contains the
+others, as transformers 5 builds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
-from flodl_hf.families import by_tokenizer_class, named
-from flodl_hf.families.schema import Family, FamilyTokenizer
+from flodl_hf.families.schema import FamilyTokenizer
 
 # Builders of tokenizers with Python code that splits words.
 PYTHON_BUILDERS = ("fairseq", "bertweet", "japanese", "sentencepiece")
@@ -24,7 +18,7 @@ PYTHON_BUILDERS = ("fairseq", "bertweet", "japanese", "sentencepiece")
 WITHOUT_CLASS = ("modernbert", "xlm-roberta-xl", "new", "eurobert", "jina_bert", "jina_embeddings_v3_tasks")
 
 # Classes that only wrap tokenizer.json, so that the family decides.
-_GENERIC = ("", "pretrained", "tokenizersbackend", "pythonbackend", "auto")
+GENERIC = ("", "pretrained", "tokenizersbackend", "pythonbackend", "auto")
 
 _ROBERTA = {
     "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": "</s>", "pad_token": "<pad>",
@@ -160,63 +154,3 @@ ALIASES = {
     "MT5": "t5",
     "Phi3": "llama",
 }  # fmt: skip
-
-
-def class_name(stated: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return the class that a folder names in ``tokenizer_config.json`` or ``config.json``; None for a generic one."""
-    for source in (stated, config):
-        name = source.get("tokenizer_class")
-        if isinstance(name, str) and name:
-            return None if _word(name) in _GENERIC else name
-    return None
-
-
-def _word(name: str) -> str:
-    return name.removesuffix("Fast").removesuffix("Tokenizer").lower()
-
-
-@cache
-def _words() -> dict[str, FamilyTokenizer]:
-    return {name.lower(): rules for name, rules in CLASSES.items()}
-
-
-@cache
-def _target(word: str) -> str:
-    return {name.lower(): other for name, other in ALIASES.items()}.get(word, word)
-
-
-def class_rules(name: str | None) -> FamilyTokenizer | None:
-    """Return the rules of a tokenizer class, or None for a class that is generic or not supported."""
-    if name is None:
-        return None
-    word = _target(_word(name))
-    if (own := _words().get(word)) is not None:
-        return own
-    family = by_tokenizer_class(word)
-    return None if family is None else family.tokenizer
-
-
-def class_family(stated: Mapping[str, Any]) -> str | None:
-    """Return the family of ``tokenizer_class``, or None if the class is absent or belongs to no family."""
-    name = class_name(stated, {})
-    family = None if name is None else by_tokenizer_class(_word(name))
-    return None if family is None else family.model_type
-
-
-def guess_model_type(config: Mapping[str, Any], stated: Mapping[str, Any]) -> str | None:
-    """Return the family in ``config.json``, else the family of the tokenizer class, else None."""
-    name = config.get("model_type")
-    return name if isinstance(name, str) and name else class_family(stated)
-
-
-def rules_for(stated: Mapping[str, Any], config: Mapping[str, Any], model_type: str | None) -> FamilyTokenizer:
-    """Return the rules of a folder's tokenizer by its class, else by the family of its model."""
-    return class_rules(class_name(stated, config)) or rules_of(named(model_type))
-
-
-def rules_of(family: Family | None) -> FamilyTokenizer:
-    """Return the tokenizer rules of a family; empty ones for a family that has none or is unknown."""
-    return (family.tokenizer if family is not None else None) or _EMPTY
-
-
-_EMPTY = FamilyTokenizer(special={}, type_ids=True)

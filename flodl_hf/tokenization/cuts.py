@@ -6,8 +6,10 @@ Leaves to others: turning text into tokens, padding, tensors, and how answers fr
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -372,3 +374,42 @@ def with_space(part: Row, whole: Row) -> Row:
             begin, end = offsets[first]
             offsets[first] = (begin - 1, max(begin - 1, end - (begin == end)))
     return replace(part, offsets=offsets)
+
+
+def _places(words: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Return where each word that is not empty starts in the joined text, and its number."""
+    numbers = [number for number, word in enumerate(words) if word]
+    starts = list(accumulate((len(words[number]) + 1 for number in numbers), initial=0))
+    return starts[: len(numbers)], numbers
+
+
+def rows_from_joined(
+    rows: Sequence[Row], texts: Sequence[Sequence[str]], pairs: Sequence[Sequence[str]] | None
+) -> list[Row]:
+    """Return ``rows`` of joined words with word numbers and offsets that refer to the words.
+
+    Args:
+        rows: rows of texts that are the words, without empty ones, joined by spaces.
+        texts: the words of each first text.
+        pairs: the words of each second text.
+    """
+    out = []
+    for index, row in enumerate(rows):
+        words = (texts[index], () if pairs is None else pairs[index])
+        places = (_places(words[0]), _places(words[1]))
+        word_ids: list[int | None] = []
+        offsets: list[tuple[int, int]] = []
+        for sequence, (start, end) in zip(row.sequence_ids, row.offsets, strict=True):
+            if sequence is None:
+                word_ids.append(None)
+                offsets.append((0, 0))
+                continue
+            starts, numbers = places[sequence]
+            # The last character decides: the first may be the space before the word.
+            at = bisect_right(starts, max(start, end - 1)) - 1
+            base, number = starts[at], numbers[at]
+            length = len(words[sequence][number])
+            word_ids.append(number)
+            offsets.append((min(max(start - base, 0), length), min(max(end - base, 0), length)))
+        out.append(replace(row, word_ids=word_ids, offsets=offsets))
+    return out

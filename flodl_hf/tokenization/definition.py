@@ -1,38 +1,127 @@
-"""The tokenizer of a folder's files: ``tokenizer.json``, or one that is built from the vocabulary files.
+"""The tokenizer of a folder's files: ``tokenizer.json``, or one that is built from the vocabulary files (``build.py``).
 
-Decides: which of the two is read, and that a definition without post-processor gets the template of its class.
-Leaves to others: building (``build.py``), tokens that only settings
-files name (``added.py``).
+Settings files replace parts of ``tokenizer.json``, add tokens, and determine the special tokens around texts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import tokenizers
+from tokenizers import AddedToken, Tokenizer, processors
 
-from flodl.errors import printable
+from flodl.errors import capped, printable
 from flodl_hf.errors import TokenizerError
 from flodl_hf.families import named
 from flodl_hf.families.schema import FamilyTokenizer
-from flodl_hf.tokenization.added import add_tokens
-from flodl_hf.tokenization.backend import load_json
-from flodl_hf.tokenization.classes import (
-    PYTHON_BUILDERS,
-    WITHOUT_CLASS,
+from flodl_hf.tokenization.classes import PYTHON_BUILDERS, WITHOUT_CLASS
+from flodl_hf.tokenization.guard import Part, check_definition, parts_of, translated_errors
+from flodl_hf.tokenization.settings import (
+    ROLES,
+    Source,
+    check_keys,
     class_name,
     class_rules,
+    content,
+    decode_text,
+    extra_tokens,
     guess_model_type,
+    parse_json,
     rules_of,
+    said_of,
 )
-from flodl_hf.tokenization.guard import translated_errors
-from flodl_hf.tokenization.settings import ROLES, check_keys, content, said_of
-from flodl_hf.tokenization.source import Source, parse_json
-from flodl_hf.tokenization.templates import frame, template_ends
-from flodl_hf.tokenization.words import Part, parts_of
+
+# How notes begin that are warnings as well: they concern every row, or settings that nothing reads.
+WARNED = ("cls_token", "sep_token", "tokenizer.json ", "unknown settings")
+
+
+def read_backend(
+    files: Mapping[str, bytes],
+    folder: str,
+    model_type: str | None,
+    config: Mapping[str, Any],
+) -> tuple[Tokenizer, list[str], bool]:
+    """Return the tokenizer of a folder, notes about contradictions, and whether it differs from ``tokenizer.json``.
+
+    Args:
+        files: contents of the tokenizer files.
+        folder: the folder of the files, for messages.
+        model_type: family, if the caller specifies it.
+        config: ``config.json`` of the model, or an empty mapping.
+
+    Raises:
+        TokenizerError: if the files are damaged, or the tokenizer class is not supported.
+    """
+    stated, mapped, added = (
+        parse_json(files[name], f"{folder}/{name}") if name in files else {}
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    )
+    size = config.get("vocab_size")
+    rows = size if isinstance(size, int) else None
+    rules = class_rules(class_name(stated, config))
+    effective = rules
+    if rules is None:
+        # The rules of the class that transformers takes for a folder that names none; empty if it has no class.
+        has_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
+        family = None if has_class else model_type or guess_model_type(config, stated)
+        effective = rules_of(None if family in WITHOUT_CLASS else named(family))
+    ignored = check_keys(stated, mapped, effective, folder)
+    source = Source(files, folder, stated, mapped, added, effective, {}, rows)
+    # No definition contains words that Python code splits, so transformers reads the files of such a class.
+    by_code = (
+        rules is not None
+        and rules.build in PYTHON_BUILDERS
+        and any(name in files for name in (rules.files[0], "spiece.model"))
+    )
+    if "tokenizer.json" not in files or by_code:
+        from .build import build_backend
+
+        return build_backend(source, model_type or guess_model_type(config, stated), config), ignored, False
+    backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
+    tokens = {
+        role: text
+        for role in ROLES
+        if (text := next(filter(None, map(content, said_of(role, stated, mapped))), None)) is not None
+    }
+    source = replace(source, tokens=tokens)
+    backend, changes = _overridden(backend, source)
+    with translated_errors(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
+        notes = add_tokens(backend, source)
+        if effective.files:
+            changes += (_framed if backend.post_processor is None else _reframed)(backend, source)
+    if rules is not None and rules.words:
+        notes.append(f"tokenizer.json is read as it is; its class splits words by {rules.words}: ids may differ")
+    return backend, ignored + notes + changes, bool(changes)
+
+
+def load_json(data: bytes, path: str) -> Tokenizer:
+    """Return the tokenizer that the bytes of a ``tokenizer.json`` define.
+
+    Raises:
+        TokenizerError: if the definition is damaged.
+    """
+    text = decode_text(data, path)
+    check_definition(data, path)
+    try:
+        return Tokenizer.from_str(text)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+    # Unused sections must not make a good vocabulary unusable.
+    value = parse_json(data, path)
+    if value.get("padding") or value.get("truncation"):
+        value.update(padding=None, truncation=None)
+        with translated_errors(path, "the tokenizer definition is damaged; fetch the file again"):
+            return Tokenizer.from_str(json.dumps(value))
+    raise TokenizerError(
+        f"{path}: not a usable tokenizer definition: {printable(reason, 300)}; expected one as the tokenizers "
+        "library writes it; fetch the file again, or delete it if the folder contains vocabulary files",
+        where=path,
+        reason=reason,
+    )
 
 
 def _set(component: Part | None, kind: str, key: str, value: Any) -> list[Any]:
@@ -71,148 +160,44 @@ def _switch(definition: Part, name: str, steps: list[Part], wanted: bool, first:
     return [present]
 
 
-def _lower(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
-    if rules.lowercase is None:
-        return []
-    if any(part.get("type") == "BertNormalizer" for part in parts_of(definition.get("normalizer"))):
-        return _set(definition["normalizer"], "BertNormalizer", "lowercase", value)
-    if not rules.files[0].endswith(".model"):
-        return []
-    before = ("StripAccents", "Replace") if rules.steps else ()
-    return _switch(definition, "normalizer", [{"type": "Lowercase"}], value, before)
-
-
-def _accents(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
-    if "accents unless kept" not in rules.steps:
-        return []
-    steps = [{"type": "NFKD"}, {"type": "StripAccents"}]
-    return [not state for state in _switch(definition, "normalizer", steps, not value, ("Replace",))]
-
-
-def _prefix(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
-    splitter = definition.get("pre_tokenizer")
-    if rules.files[0] == "vocab.json" and rules.build != "suffixed":
-        _set(definition.get("post_processor"), "RobertaProcessing", "add_prefix_space", value)
+def _replaced(definition: Part, rules: FamilyTokenizer, key: str, value: Any) -> list[Any]:
+    """Replace the part of a definition that a setting concerns; return the former values if they differed."""
+    normalizer, splitter, template = map(definition.get, ("normalizer", "pre_tokenizer", "post_processor"))
+    if key in _OF_BERT and rules.lowercase is not None:
+        if key != "do_lower_case" or any(part.get("type") == "BertNormalizer" for part in parts_of(normalizer)):
+            return _set(normalizer, "BertNormalizer", _OF_BERT[key], value)
+        if rules.files[0].endswith(".model"):
+            before = ("StripAccents", "Replace") if rules.steps else ()
+            return _switch(definition, "normalizer", [{"type": "Lowercase"}], value, before)
+    elif key == "keep_accents" and "accents unless kept" in rules.steps:
+        steps = [{"type": "NFKD"}, {"type": "StripAccents"}]
+        return [not state for state in _switch(definition, "normalizer", steps, not value, ("Replace",))]
+    elif key == "split_by_punct" and rules.split_punctuation is not None:
+        return _switch(definition, "pre_tokenizer", [{"type": "Punctuation", "behavior": "Isolated"}], value)
+    elif key == "trim_offsets" and rules.template == "roberta" and rules.files[0] == "vocab.json":
+        return _set(template, "RobertaProcessing", "trim_offsets", value)
+    elif key == "add_prefix_space" and rules.files[0] == "vocab.json" and rules.build != "suffixed":
+        _set(template, "RobertaProcessing", "add_prefix_space", value)
         return _set(splitter, "ByteLevel", "add_prefix_space", value)
-    if not rules.prefix:
-        return []
-    scheme = "always" if value else "never"
-    if value and any(part.get("prepend_scheme") == "first" for part in parts_of(splitter)):
-        return []
-    return _set(splitter, "Metaspace", "prepend_scheme", scheme)
+    elif key == "add_prefix_space" and rules.prefix:
+        is_first = value and any(part.get("prepend_scheme") == "first" for part in parts_of(splitter))
+        return [] if is_first else _set(splitter, "Metaspace", "prepend_scheme", "always" if value else "never")
+    return []
 
 
-def _trim(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
-    if rules.template != "roberta" or rules.files[0] != "vocab.json":
-        return []
-    return _set(definition.get("post_processor"), "RobertaProcessing", "trim_offsets", value)
+# Settings that replace parts of a definition, in the order of their notes.
+_REPLACING = (
+    "do_lower_case", "keep_accents", "add_prefix_space", "split_by_punct", "trim_offsets", "strip_accents",
+    "tokenize_chinese_chars",
+)  # fmt: skip
+# Settings of BERT's normalizer, and their names in it.
+_OF_BERT = {
+    "do_lower_case": "lowercase", "strip_accents": "strip_accents", "tokenize_chinese_chars": "handle_chinese_chars",
+}  # fmt: skip
 
 
-def _punctuation(definition: Part, rules: FamilyTokenizer, value: bool) -> list[Any]:
-    if rules.split_punctuation is None:
-        return []
-    return _switch(definition, "pre_tokenizer", [{"type": "Punctuation", "behavior": "Isolated"}], value)
-
-
-def applied(definition: Part, rules: FamilyTokenizer, stated: Mapping[str, Any]) -> list[str]:
-    """Change a definition where settings replace its parts; return a note for each change.
-
-    Args:
-        definition: the content of ``tokenizer.json``, at least its normalizer, pre-tokenizer and post-processor.
-        rules: of the tokenizer class.
-        stated: ``tokenizer_config.json``.
-    """
-    notes = []
-    changes = {
-        "do_lower_case": _lower, "keep_accents": _accents, "add_prefix_space": _prefix, "split_by_punct": _punctuation,
-        "trim_offsets": _trim,
-    }  # fmt: skip
-    for key, change in changes.items():
-        if isinstance(value := stated.get(key), bool):
-            notes += [_note(key, value, old) for old in change(definition, rules, value)[:1]]
-    if rules.lowercase is not None:
-        for key, name in (("strip_accents", "strip_accents"), ("tokenize_chinese_chars", "handle_chinese_chars")):
-            value = stated.get(key)
-            if isinstance(value, bool) or (key == "strip_accents" and key in stated and value is None):
-                old = _set(definition.get("normalizer"), "BertNormalizer", name, value)
-                notes += [_note(key, value, state) for state in old[:1]]
-    return notes
-
-
-def _note(key: str, value: Any, old: Any) -> str:
-    old = {"always": True, "never": False}.get(old, old)
-    return (
-        f"{key}: {value} in tokenizer_config.json and {old} in tokenizer.json; the former is used, as in transformers"
-    )
-
-
-# How notes begin that are warnings as well: they concern every row, or settings that nothing reads.
-WARNED = ("cls_token", "sep_token", "tokenizer.json ", "unknown settings")
-
-
-def read_backend(
-    files: Mapping[str, bytes],
-    folder: str,
-    model_type: str | None,
-    config: Mapping[str, Any],
-) -> tuple[tokenizers.Tokenizer, list[str], bool]:
-    """Return the tokenizer of a folder, notes about contradictions, and whether it differs from ``tokenizer.json``.
-
-    Args:
-        files: contents of the tokenizer files.
-        folder: the folder of the files, for messages.
-        model_type: family, if the caller specifies it.
-        config: ``config.json`` of the model, or an empty mapping.
-
-    Raises:
-        TokenizerError: if the files are damaged, or the tokenizer class is not supported.
-    """
-    stated, mapped, added = (
-        parse_json(files[name], f"{folder}/{name}") if name in files else {}
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-    )
-    size = config.get("vocab_size")
-    rows = size if isinstance(size, int) else None
-    rules = class_rules(class_name(stated, config))
-    effective = rules or _family_rules(stated, config, model_type)
-    ignored = check_keys(stated, mapped, effective, folder)
-    source = Source(files, folder, stated, mapped, added, effective, {}, rows)
-    # No definition contains words that Python code splits, so transformers reads the files of such a class.
-    by_code = (
-        rules is not None
-        and rules.build in PYTHON_BUILDERS
-        and any(name in files for name in (rules.files[0], "spiece.model"))
-    )
-    if "tokenizer.json" not in files or by_code:
-        from .build import build_backend
-
-        return build_backend(source, model_type or guess_model_type(config, stated), config), ignored, False
-    backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
-    tokens = {
-        role: text
-        for role in ROLES
-        if (text := next(filter(None, map(content, said_of(role, stated, mapped))), None)) is not None
-    }
-    source = replace(source, tokens=tokens)
-    backend, changes = _overridden(backend, source)
-    with translated_errors(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
-        notes = add_tokens(backend, source)
-        if effective.files:
-            changes += (_framed if backend.post_processor is None else _reframed)(backend, source)
-    if rules is not None and rules.words:
-        notes.append(f"tokenizer.json is read as it is; its class splits words by {rules.words}: ids may differ")
-    return backend, ignored + notes + changes, bool(changes)
-
-
-def _family_rules(stated: Mapping[str, Any], config: Mapping[str, Any], model_type: str | None) -> FamilyTokenizer:
-    """Return the rules of the class that transformers takes for a folder that names none; empty if it has no class."""
-    has_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
-    family = None if has_class else model_type or guess_model_type(config, stated)
-    return rules_of(None if family in WITHOUT_CLASS else named(family))
-
-
-def _overridden(backend: tokenizers.Tokenizer, source: Source) -> tuple[tokenizers.Tokenizer, list[str]]:
-    """Return the tokenizer with the settings that replace parts of its definition, and notes."""
+def _overridden(backend: Tokenizer, source: Source) -> tuple[Tokenizer, list[str]]:
+    """Return the tokenizer with the settings that replace parts of its definition, and a note for each."""
     if not source.rules.files:
         return backend, []
     components = {
@@ -220,14 +205,23 @@ def _overridden(backend: tokenizers.Tokenizer, source: Source) -> tuple[tokenize
         for name in ("normalizer", "pre_tokenizer", "post_processor")
         if (part := getattr(backend, name)) is not None
     }
-    notes = applied(components, source.rules, source.settings)
+    notes, stated = [], source.settings
+    for key in _REPLACING:
+        value = stated.get(key)
+        if isinstance(value, bool) or (key == "strip_accents" and key in stated and value is None):
+            for former in _replaced(components, source.rules, key, value)[:1]:
+                old = {"always": True, "never": False}.get(former, former)
+                notes.append(
+                    f"{key}: {value} in tokenizer_config.json and {old} in tokenizer.json; the former is used, as in "
+                    "transformers"
+                )
     unknown = source.tokens.get("unk_token")
     former = getattr(backend.model, "unk_token", None)
     usable = all(backend.token_to_id(str(token)) is not None for token in (unknown, former))
-    if unknown is not None and unknown != former and usable:
-        notes.append(_used("unk_token", unknown, str(former)))
-    else:
+    if unknown is None or unknown == former or not usable:
         unknown = None
+    else:
+        notes.append(_used("unk_token", unknown, str(former)))
     if not notes:
         return backend, []
     # Loaded again, so that added tokens are normalized by the changed normalizer.
@@ -238,13 +232,10 @@ def _overridden(backend: tokenizers.Tokenizer, source: Source) -> tuple[tokenize
     return load_json(json.dumps(definition).encode(), path), notes
 
 
-def _framed(backend: tokenizers.Tokenizer, source: Source) -> list[str]:
+def _framed(backend: Tokenizer, source: Source) -> list[str]:
     """Add the template of the class to a definition without post-processor; return notes."""
-    rules, stated = source.rules, source.settings
-    prefix = stated.get("add_prefix_space", rules.prefix) is True
-    tokens = {**rules.special, **source.tokens}
     try:
-        frame(backend, rules.template, tokens, source.folder, prefix=prefix, settings=stated)
+        frame(backend, source, {**source.rules.special, **source.tokens})
     except TokenizerError:
         lacking = "the vocabulary lacks special tokens of its class, so that none are added"
         return [f"tokenizer.json has no post_processor: {lacking}"]
@@ -254,7 +245,7 @@ def _framed(backend: tokenizers.Tokenizer, source: Source) -> list[str]:
     return [f"tokenizer.json has no post_processor: {around} are added as its class does, as in transformers 5"]
 
 
-def _around(backend: tokenizers.Tokenizer) -> list[str]:
+def _around(backend: Tokenizer) -> list[str]:
     """Return the special tokens around one text, read from the definition of the post-processor."""
     for part in parts_of(json.loads(backend.post_processor.__getstate__())):
         if part.get("type") == "TemplateProcessing":
@@ -264,23 +255,22 @@ def _around(backend: tokenizers.Tokenizer) -> list[str]:
     return []
 
 
-def _reframed(backend: tokenizers.Tokenizer, source: Source) -> list[str]:
+def _reframed(backend: Tokenizer, source: Source) -> list[str]:
     """Replace tokens of the template by the tokens of the settings; return notes."""
-    rules, tokens = source.rules, source.tokens
-    around = _around(backend)
-    roles = template_ends(rules.template)
-    if len(around) < 2 or roles is None:
+    tokens, around = source.tokens, _around(backend)
+    # Only of templates with one token before a text and one behind it.
+    single = TEMPLATES.get(source.rules.template.replace("roberta", "doubled"), ("", ""))[0]
+    first, text, last = [part.partition(":")[0] for part in single.split()] if single.count(" ") == 2 else [""] * 3
+    if len(around) < 2 or text != "$A":
         return []
-    former = dict(zip(roles, (around[0], around[-1]), strict=True))
+    former = {first: around[0], last: around[-1]}
     changed = {
         role: tokens[role]
         for role, token in former.items()
         if tokens.get(role, token) != token and backend.token_to_id(tokens[role]) is not None
     }
     if changed:
-        stated, tokens = source.settings, {**rules.special, **former, **changed}
-        prefix = stated.get("add_prefix_space", rules.prefix) is True
-        frame(backend, rules.template, tokens, source.folder, prefix=prefix, settings=stated)
+        frame(backend, source, {**source.rules.special, **former, **changed})
     return [_used(role, token, former[role]) for role, token in changed.items()]
 
 
@@ -289,20 +279,177 @@ def _used(role: str, token: str, former: str) -> str:
     return f"{role}: {new} by the settings files and {old} in tokenizer.json; the former is used, as in transformers 5"
 
 
-def with_sections(text: str, pad_token: str | None, sides: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a definition, with sections for padding and truncation, which a loaded one lacks.
+def _token(text: str, stated: Any, *, special: bool, takes_space: bool = False) -> AddedToken:
+    # As in transformers, a token is matched in the normalized text unless it is special or its entry specifies it.
+    flags = {"lstrip": takes_space, "rstrip": False, "single_word": False, "normalized": not special}
+    for name in flags if isinstance(stated, Mapping) else ():
+        if isinstance(stated.get(name), bool):
+            flags[name] = stated[name]
+    return AddedToken(text, special=special, **flags)
+
+
+def role_tokens(tokens: Mapping[str, str], stated: Mapping[str, Any], *, mask_takes_space: bool) -> list[AddedToken]:
+    """Return the token of each role as a special token.
 
     Args:
-        text: the definition.
-        pad_token: the token of the padding section.
-        sides: ``padding_side`` and ``truncation_side``, as far as there are sections.
+        tokens: token by role.
+        stated: entry of the settings files by role.
+        mask_takes_space: whether the mask token includes the space before it by default.
     """
-    backend = tokenizers.Tokenizer.from_str(text)
-    if pad_token is not None or "padding_side" in sides:
-        found = None if pad_token is None else backend.token_to_id(pad_token)
-        backend.enable_padding(
-            direction=sides.get("padding_side", "right"), pad_token=pad_token or "", pad_id=found or 0
+    return [
+        _token(token, stated.get(role), special=True, takes_space=mask_takes_space and role == "mask_token")
+        for role, token in tokens.items()
+        if role.endswith("_token")
+    ]
+
+
+def _numbered(source: Source) -> list[tuple[int, AddedToken]]:
+    """Return the tokens that ``added_tokens_decoder`` or ``added_tokens.json`` number, by id."""
+    faults = []
+    named = {content(stated.get(role)) for stated in (source.settings, source.mapped) for role in ROLES}
+    named |= set(extra_tokens(source.settings, source.mapped))
+    decoder = source.settings.get("added_tokens_decoder")
+    entries = [(number, content(value), value) for number, value in (decoder or {}).items()]
+    if decoder is None:
+        entries = [(str(number) if type(number) is int else "", text, None) for text, number in source.added.items()]
+    wanted = []
+    for number, text, value in entries:
+        if not number.isdecimal() or len(number) > 10 or not text:
+            faults.append(f"{printable(str(text), 40)}: found the id {printable(number, 40)}")
+        else:
+            is_special = value.get("special") is True if isinstance(value, Mapping) else not value and text in named
+            wanted.append((int(number), _token(text, value, special=is_special)))
+    _raise(faults, "a token and a number in each entry", source)
+    return sorted(wanted, key=lambda entry: entry[0])
+
+
+def _raise(faults: Sequence[str], expected: str, source: Source) -> None:
+    if faults:
+        file = "added_tokens.json" if source.settings.get("added_tokens_decoder") is None else "tokenizer_config.json"
+        raise TokenizerError(
+            f"{source.folder}/{file}: added tokens do not fit the vocabulary:\n{capped(faults)}\n"
+            f"expected {expected}. Fetch vocabulary and added tokens from the same place.",
+            where=source.folder,
+            problems=faults,
         )
-    if "truncation_side" in sides:
-        backend.enable_truncation(1, direction=sides["truncation_side"])
-    return backend
+
+
+def add_tokens(tokenizer: Tokenizer, source: Source, roles: Sequence[AddedToken] | None = None) -> list[str]:
+    """Add the tokens that settings files contain and the vocabulary lacks, in the order of transformers; return notes.
+
+    Each gets the next free id; one beyond the rows of the model's word table is not added.
+
+    Args:
+        tokenizer: the tokenizer to change.
+        source: the settings files.
+        roles: special tokens of a tokenizer built from vocabulary files, in which each token must have its stated id;
+            None for a tokenizer of ``tokenizer.json``.
+
+    Raises:
+        TokenizerError: an entry is invalid, or a token does not have its stated id.
+    """
+    numbered, rows = _numbered(source), source.rows
+    listed = extra_tokens(source.settings, source.mapped)
+    extra = [_token(text, value, special=True) for text, value in listed.items()]
+    notes, faults = [], []
+    for number, token in (*numbered, *((None, token) for token in (*(roles or ()), *extra))):
+        text, limited = token.content, roles is None or token in extra
+        found, free = tokenizer.token_to_id(text), tokenizer.get_vocab_size(with_added_tokens=True)
+        if limited and found is None and rows is not None and free >= rows:
+            notes.append(
+                f"{printable(text, 40)} is in the settings files alone and the model has no row for its id {free}, so "
+                "it is read as plain text (transformers adds it, and its model fails)"
+            )
+            continue
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+        here = tokenizer.token_to_id(text)
+        differs = number is not None and number != here
+        if differs and roles is not None:
+            faults.append(f"{printable(text, 40)}: found id {here}, expected {number}")
+        if found is None:
+            stated = f", although {number} is stated" if differs else ""
+            alone = f"{printable(text, 40)} is in the settings files alone"
+            notes.append(f"{alone}; as in transformers it was added as id {here}{stated}")
+    _raise(faults, "the stated ids", source)
+    for role in ROLES:
+        text = content(source.settings.get(role)) or content(source.mapped.get(role))
+        if text and tokenizer.token_to_id(text) is None:
+            notes.append(
+                f"{role} is {printable(text, 40)} in the settings files and not in the vocabulary; the template of "
+                "tokenizer.json is used (transformers adds a new token)"
+            )
+    return notes
+
+
+# One text and two texts; a role stands for its token, and a number is a token type.
+TEMPLATES: Mapping[str, tuple[str, str]] = {
+    "bert": ("cls_token $A sep_token", "cls_token $A sep_token $B:1 sep_token:1"),
+    "doubled": ("cls_token $A sep_token", "cls_token $A sep_token sep_token $B sep_token"),
+    "doubled ends": ("bos_token $A eos_token", "bos_token $A eos_token eos_token $B eos_token"),
+    "none": ("$A", "$A $B:1"),
+    "end": ("$A eos_token", "$A $B eos_token"),
+    "ends": ("$A eos_token", "$A eos_token $B eos_token"),
+    "funnel": ("cls_token:2 $A sep_token", "cls_token:2 $A sep_token $B:1 sep_token:1"),
+    "xlnet": ("$A sep_token cls_token:2", "$A sep_token $B:1 sep_token:1 cls_token:2"),
+    "splinter": ("cls_token $A sep_token", "cls_token $A question_token . sep_token $B:1 sep_token:1"),
+    "splinter left": ("cls_token $A sep_token", "cls_token $A sep_token $B:1 question_token . sep_token:1"),
+    "language last": ("$A eos_token src_lang", "$A $B eos_token src_lang"),
+    "language first": ("src_lang $A eos_token", "src_lang $A $B eos_token"),
+}
+
+
+def frame(tokenizer: Tokenizer, source: Source, tokens: Mapping[str, str]) -> None:
+    """Set the special tokens around one text or two by the template of the tokenizer's class.
+
+    A template is a name in `TEMPLATES`, ``"roberta"`` ("doubled" with offsets that leave out leading spaces), or
+    ``"bytes"`` (no tokens, and offsets that include spaces).
+
+    Args:
+        tokenizer: the tokenizer to change.
+        source: the rules of the class, and the settings.
+        tokens: token by role.
+
+    Raises:
+        TokenizerError: if the vocabulary lacks a token of the template.
+    """
+    template, settings = source.rules.template, source.settings
+    if template == "bytes":
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        return
+    if template == "splinter" and settings.get("padding_side", "right") == "left":
+        template = "splinter left"
+    single, pair = TEMPLATES["doubled" if template == "roberta" else template]
+    if template == "none":
+        ends = (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token"))
+        bos, eos = (role if settings.get(key) is True and role in tokens else "" for key, role in ends)
+        single = f"{bos} $A {eos}"
+        pair = f"{single} {bos}:1 $B:1 {eos}:1".replace(" :1", "")
+    used: dict[str, int | None] = {}
+
+    def piece(part: str) -> str:
+        role, _, number = part.partition(":")
+        if role.startswith("$"):
+            return f"{role}:{number or 0}"
+        token = tokens.get(role) or (tokens["eos_token"] if role == "sep_token" else role)
+        used[token] = tokenizer.token_to_id(token)
+        return f"{token}:{number or 0}"
+
+    # Lists, because a token may contain the space that separates the parts of a template string.
+    parts = [[piece(part) for part in text.split()] for text in (single, pair)]
+    missing = [printable(token, 40) for token, number in used.items() if number is None]
+    if missing:
+        raise TokenizerError(
+            f"{source.folder}: the vocabulary lacks {' and '.join(missing)}, expected every token of the template; "
+            "name the special tokens of the vocabulary in tokenizer_config.json",
+            where=source.folder,
+            missing=missing,
+        )
+    known = [(token, number) for token, number in used.items() if number is not None]
+    if template == "roberta":
+        (first, last) = (known[0], known[-1])
+        tokenizer.post_processor = processors.RobertaProcessing(
+            last, first, trim_offsets=source.flag("trim_offsets", True),
+            add_prefix_space=source.flag("add_prefix_space", source.rules.prefix),
+        )  # fmt: skip
+        return
+    tokenizer.post_processor = processors.TemplateProcessing(single=parts[0], pair=parts[1], special_tokens=known)

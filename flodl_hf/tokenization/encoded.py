@@ -6,11 +6,13 @@ Entries have the names of transformers.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
-from .cuts import Row
+from flodl_hf.errors import OptionError
+from flodl_hf.tokenization.cuts import Row
 
 
 class Encoded(UserDict[str, Any]):
@@ -80,13 +82,11 @@ class Encoded(UserDict[str, Any]):
 
     def word_ids(self, batch_index: int = 0) -> list[int | None]:
         """Return for each token the number of its word, ``None`` for special tokens and padding."""
-        row = self._row(batch_index)
-        return row._padded(self.rows[batch_index].word_ids, None)
+        return list(self._row(batch_index).word_ids)
 
     def sequence_ids(self, batch_index: int = 0) -> list[int | None]:
         """Return for each token 0 or 1 for its text, ``None`` for special tokens and padding."""
-        row = self._row(batch_index)
-        return row._padded(self.rows[batch_index].sequence_ids, None)
+        return list(self._row(batch_index).sequence_ids)
 
     def tokens(self, batch_index: int = 0) -> list[str]:
         """Return the tokens of one row as strings, padding included."""
@@ -181,12 +181,17 @@ class Encoded(UserDict[str, Any]):
         Raises:
             OptionError: the rows have different lengths.
         """
-        from .batch import as_tensors
-
         if tensor_type is not None:
             lists = {key: [value] if prepend_batch_axis else value for key, value in self.data.items()}
             self.data.update(as_tensors(lists, tensor_type))
         return self
+
+
+def _field(name: str, fill: Any, doc: str) -> cached_property[list[Any]]:
+    """Return a property with a value of each token of a row, and ``fill`` for padding."""
+    found = cached_property(lambda self: self._padded(getattr(self._row, name), fill))
+    found.__doc__ = doc
+    return found
 
 
 class Encoding:
@@ -211,11 +216,6 @@ class Encoding:
         return _numbers(self._ids)
 
     @cached_property
-    def type_ids(self) -> list[int]:
-        """The number of the text of each token; 0 for padding."""
-        return self._padded(self._row.type_ids, 0)
-
-    @cached_property
     def attention_mask(self) -> list[int]:
         """1 for a token and 0 for padding."""
         return self._padded([1] * len(self._row), 0)
@@ -225,20 +225,12 @@ class Encoding:
         """1 for special tokens and padding."""
         return self._padded(list(map(int, self._row.special)), 1)
 
-    @cached_property
-    def offsets(self) -> list[tuple[int, int]]:
-        """``(start, end)`` of each token in its text; ``(0, 0)`` for special tokens and padding."""
-        return self._padded(self._row.offsets, (0, 0))
-
-    @cached_property
-    def word_ids(self) -> list[int | None]:
-        """The number of the word of each token; ``None`` for special tokens and padding."""
-        return self._padded(self._row.word_ids, None)
-
-    @cached_property
-    def sequence_ids(self) -> list[int | None]:
-        """0 or 1 for the text of a token; ``None`` for special tokens and padding."""
-        return self._padded(self._row.sequence_ids, None)
+    type_ids = _field("type_ids", 0, "The number of the text of each token; 0 for padding.")
+    offsets = _field(
+        "offsets", (0, 0), "Start and end of each token in its text; (0, 0) for special tokens and padding."
+    )
+    word_ids = _field("word_ids", None, "The number of the word of each token; None for special tokens and padding.")
+    sequence_ids = _field("sequence_ids", None, "0 or 1 for the text of a token; None for special tokens and padding.")
 
     @property
     def n_sequences(self) -> int:
@@ -260,3 +252,53 @@ class Encoding:
 
 def _numbers(ids: Any) -> list[int]:
     return ids.tolist() if hasattr(ids, "tolist") else list(map(int, ids))
+
+
+def as_lists(inputs: Any) -> tuple[dict[str, Any], str | None]:
+    """Return the entries of encoded texts as lists, and "pt" or "np" if they were tensors or arrays.
+
+    Args:
+        inputs: dictionary of entries, or a list of such mappings, one for each text.
+    """
+    if isinstance(inputs, (list, tuple)):
+        inputs = {key: [row[key] for row in inputs] for key in inputs[0]} if inputs else {"input_ids": []}
+    ids = inputs.get("input_ids")
+    first = ids[0] if ids is not None and len(ids) else None
+    kind = {"torch": "pt", "numpy": "np"}.get(type(first).__module__.partition(".")[0])
+
+    def plain(value: Any) -> Any:
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        return [plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+    return {key: plain(value) for key, value in inputs.items()}, kind
+
+
+def as_tensors(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the entries as tensors (``"pt"``) or arrays (``"np"``); integers have 64 bits.
+
+    Raises:
+        OptionError: the rows of an entry have different lengths, or the kind is unknown.
+    """
+    if kind not in ("pt", "np"):
+        raise OptionError(f"return_tensors is {kind!r}, expected 'pt', 'np' or None", found=kind)
+    widths = sorted({len(ids) for ids in data.get("input_ids", ()) if hasattr(ids, "__len__")})
+    if len(widths) > 1:
+        raise OptionError(
+            f"rows of {widths[0]} to {widths[-1]} tokens do not make a tensor; pass padding=True",
+            found=widths,
+        )
+    make: Any = import_module("numpy").asarray if kind == "np" else import_module("torch").as_tensor
+    found = {}
+    for key, values in data.items():
+        try:
+            made = make(values)
+        except (ValueError, TypeError) as fault:
+            raise OptionError(
+                f"{key}: found values that do not make a tensor ({fault}), expected numbers in rows of one length. "
+                "Pad or remove this entry.",
+                field=key,
+            ) from None
+        # An array without values has no type of integers.
+        found[key] = made if len(made.reshape(-1)) else made.astype("int64") if kind == "np" else made.long()
+    return found

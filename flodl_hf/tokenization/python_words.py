@@ -30,9 +30,9 @@ from tokenizers import (
 
 from flodl.errors import nearest, shown
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization.plain_files import read_vocab_txt
+from flodl_hf.tokenization.build import read_vocab_txt
 from flodl_hf.tokenization.sentencepiece import read_model
-from flodl_hf.tokenization.source import Source
+from flodl_hf.tokenization.settings import Source
 
 
 def _choice(values: Mapping[str, Any], key: str, default: str, known: tuple[Any, ...]) -> Any:
@@ -47,18 +47,6 @@ def _choice(values: Mapping[str, Any], key: str, default: str, known: tuple[Any,
             expected=known,
         )
     return value
-
-
-def _analysed(source: Source, kind: str, options: Mapping[str, Any], lower: bool) -> Words:
-    """Return a function that splits a text into the words of an analyser."""
-    analyser = ANALYSERS[kind](options)
-    kept = set(source.settings.get("never_split") or ())
-
-    def words(text: str) -> Iterator[Part]:
-        for word, start, stop in located(analyser(text), text):
-            yield word.lower() if lower and word not in kept else word, start, stop
-
-    return words
 
 
 def build(source: Source) -> Tokenizer:
@@ -81,7 +69,16 @@ def build(source: Source) -> Tokenizer:
         else:
             options = source.settings.get(f"{kind}_kwargs") or {}
             prepare = [normalizers.NFKC()] if options.get("normalize_text", True) else []
-            split = [splitter(_analysed(source, kind, options, lower))]
+
+            def trim(words: Iterable[str]) -> Iterable[str]:
+                is_trimmed = kind != "mecab" and options.get("trim_whitespace")
+                return [word.strip() for word in words if word.strip()] if is_trimmed else words
+
+            analyser, kept = ANALYSERS[kind](options), set(source.settings.get("never_split") or ())
+            split = [splitter(lambda text: (
+                (word.lower() if lower and word not in kept else word, start, stop)
+                for word, start, stop in located(trim(analyser(text)), text)
+            ))]  # fmt: skip
     if not source.flag("do_subword_tokenize", True):
         subwords = "none"
     name = "spiece.model" if subwords == "sentencepiece" else "vocab.txt"
@@ -285,10 +282,6 @@ def _mecab(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
     return lambda text: [word.surface for word in tagger(text)]
 
 
-def _trimmed(words: Iterable[str], options: Mapping[str, Any]) -> list[str]:
-    return [word.strip() for word in words if word.strip()] if options.get("trim_whitespace") else list(words)
-
-
 def _sudachi(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
     sudachi = _imported("sudachipy", "word_tokenizer_type 'sudachi'")
     mode = _choice(options, "sudachi_split_mode", "A", ("A", "B", "C"))
@@ -302,13 +295,13 @@ def _sudachi(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
     projection = options.get("sudachi_projection")
     more = {"projection": projection} if projection else {}
     analyser = words.create(getattr(sudachi.SplitMode, mode), **more)
-    return lambda text: _trimmed([word.surface() for word in analyser.tokenize(text)], options)
+    return lambda text: [word.surface() for word in analyser.tokenize(text)]
 
 
 def _jumanpp(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
     rhoknp = _imported("rhoknp", "word_tokenizer_type 'jumanpp'")
     analyser = rhoknp.Jumanpp()
-    return lambda text: _trimmed([part.text for part in analyser.apply_to_sentence(text.strip()).morphemes], options)
+    return lambda text: [part.text for part in analyser.apply_to_sentence(text.strip()).morphemes]
 
 
 # The value of word_tokenizer_type, with a function that makes the analyser from its settings.
@@ -362,19 +355,10 @@ _CONTRACTIONS = (
 
 
 def _entity(match: re.Match[str]) -> str:
-    number: int | None
-    if match[1]:
-        try:
-            number = int(match[3], 16 if match[2] else 10)
-            if 0x80 <= number <= 0x9F:
-                return bytes((number,)).decode("cp1252")
-        except ValueError:
-            number = None
-    else:
-        number = name2codepoint.get(match[3])
     try:
-        return "" if number is None else chr(number)
-    except (ValueError, OverflowError):
+        number = int(match[3], 16 if match[2] else 10) if match[1] else name2codepoint[match[3]]
+        return bytes((number,)).decode("cp1252") if match[1] and 0x80 <= number <= 0x9F else chr(number)
+    except (KeyError, ValueError, OverflowError):
         return ""
 
 

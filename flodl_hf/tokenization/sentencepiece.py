@@ -1,6 +1,6 @@
-"""A sentencepiece model file as a record, read without the sentencepiece library.
+"""Tokenizers of sentencepiece models, as transformers 5 builds them with the tokenizers library, and the model files.
 
-The file is one protocol buffer message. The reader checks every length and returns only the fields that determine token
+A file is one protocol buffer message. The reader checks every length and returns only the fields that determine token
 ids. Field numbers are the same as in ``sentencepiece_model.proto``.
 """
 
@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
+from flodl_hf.tokenization.guard import check_table
+from flodl_hf.tokenization.settings import Source, content
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -106,26 +111,22 @@ def _fields(data: bytes, source: str) -> Iterator[tuple[int, Value]]:
 
 
 def _piece(data: bytes, source: str) -> Piece:
-    text, score, kind = "", 0.0, NORMAL
+    found: dict[int, Any] = {1: b"", 2: 0.0, 3: NORMAL}
     for number, value in _fields(data, source):
-        if number == 1 and isinstance(value, bytes):
-            try:
-                text = value.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise _fault(source, "a piece is not UTF-8") from error
-        elif number == 2 and isinstance(value, float):
-            score = value
-        elif number == 3 and isinstance(value, int):
-            kind = value
-        elif number in (1, 2, 3):
+        if number in found and type(value) is not type(found[number]):
             raise _fault(source, f"field {number} of a piece has the wrong type")
-    if not text:
+        found[number] = value
+    try:
+        piece = Piece(found[1].decode("utf-8"), found[2], found[3])
+    except UnicodeDecodeError as error:
+        raise _fault(source, "a piece is not UTF-8") from error
+    if not piece.text:
         raise _fault(source, "a piece is empty")
-    if not math.isfinite(score):
-        raise _fault(source, f"the score of {printable(text, 40)} is {score}")
-    if not NORMAL <= kind <= BYTE:
-        raise _fault(source, f"the type of {printable(text, 40)} is {kind}")
-    return Piece(text, score, kind)
+    if not math.isfinite(piece.score):
+        raise _fault(source, f"the score of {printable(piece.text, 40)} is {piece.score}")
+    if not NORMAL <= piece.kind <= BYTE:
+        raise _fault(source, f"the type of {printable(piece.text, 40)} is {piece.kind}")
+    return piece
 
 
 def read_model(data: bytes, source: str) -> SentencePieceModel:
@@ -183,8 +184,136 @@ def read_model(data: bytes, source: str) -> SentencePieceModel:
             where=source,
             found=unsupported,
         )
-    return SentencePieceModel(
-        pieces=tuple(pieces),
-        algorithm=int(algorithm),
-        charsmap=charsmap,
-    )
+    return SentencePieceModel(tuple(pieces), int(algorithm), charsmap)
+
+
+# Tokenizers
+
+_SPACE = "\u2581"
+_QUOTES = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+_ACCENTS = [normalizers.NFKD(), normalizers.StripAccents()]
+_SPACES = [normalizers.Replace(Regex(" {2,}"), " ")]
+_BLANKS = [normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "), normalizers.NFC(), normalizers.Strip(False, True)]
+
+Step = Callable[[Source, list[normalizers.Normalizer]], Sequence[normalizers.Normalizer]]
+
+# Each returns normalizers, given the table of the model as a list of one or none.
+STEPS: Mapping[str, Step] = {
+    "quotes": lambda _, table: _QUOTES,
+    "accents": lambda _, table: _ACCENTS,
+    "accents unless kept": lambda source, _: [] if source.flag("keep_accents", not source.rules.cleaned) else _ACCENTS,
+    "lower": lambda source, _: (
+        [normalizers.Lowercase()] if source.flag("do_lower_case", source.rules.lowercase is True) else []
+    ),
+    "charsmap": lambda _, table: table,
+    "charsmap or lines": lambda _, table: table or [normalizers.Replace("\n", " ")],
+    "spaces": lambda _, table: _SPACES,
+    "marked spaces": lambda _, table: [normalizers.Replace(Regex(" {2,}"), _SPACE)],
+    "marks": lambda _, table: [normalizers.Replace(" ", _SPACE)],
+    "blanks": lambda _, table: _BLANKS,
+}
+
+
+def _read(source: Source) -> SentencePieceModel:
+    name = source.rules.files[0]
+    return read_model(source.files[name], f"{source.folder}/{name}")
+
+
+def _merges(model: SentencePieceModel, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return merges by which BPE arrives at the pieces, best score first."""
+    usable = {piece.text for piece in model.pieces if piece.kind in (NORMAL, USER_DEFINED)} & set(ids)
+    ranked = sorted((piece for piece in model.pieces if piece.text in usable), key=lambda piece: -piece.score)
+    return [
+        (piece.text[:cut], piece.text[cut:])
+        for piece in ranked
+        for cut in range(1, len(piece.text))
+        if piece.text[:cut] in usable and piece.text[cut:] in usable
+    ]
+
+
+def _tokens(source: Source, entry: str) -> list[str]:
+    """Return the tokens of an entry of ``first`` or ``last``."""
+    if entry == "extra_ids":
+        count = source.settings.get("extra_ids", 100)
+        return [f"<extra_id_{number}>" for number in range(count - 1, -1, -1)]
+    role, _, default = entry.partition("=")
+    stated = content(source.settings.get(role)) if default else source.tokens.get(role)
+    return [stated or default or role]
+
+
+def pieces(source: Source) -> Tokenizer:
+    """Return a tokenizer with the numbering and the normalizers that the rules of the class list."""
+    rules = source.rules
+    model = _read(source)
+    scored = [(piece.text, piece.score) for piece in model.pieces]
+    first, last = ([text for entry in part for text in _tokens(source, entry)] for part in (rules.first, rules.last))
+    if source.rows is not None:
+        last = last[: max(0, source.rows - len(first) - len(scored) + rules.skipped)]
+    vocab = [*((text, 0.0) for text in first), *scored[rules.skipped :], *((text, 0.0) for text in last)]
+    ids = {text: number for number, (text, _) in enumerate(vocab)}
+    unknown = ids.get(source.tokens["unk_token"], model.unk_id) if rules.unknown is None else rules.unknown
+    unknown = min(unknown, len(vocab) - 1)
+    if rules.build == "bpe":
+        merges = _merges(model, ids)
+        tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=vocab[unknown][0], fuse_unk=True))
+    else:
+        tokenizer = Tokenizer(models.Unigram(vocab, unknown, False))
+    check_table(model.charsmap, f"{source.folder}/{rules.files[0]}")
+    table: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    steps = [normalizer for name in rules.steps for normalizer in STEPS[name](source, table)]
+    if steps:
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    scheme = "always"
+    if rules.prefix and not source.flag("add_prefix_space", True):
+        scheme = "first" if rules.spaces == "first" else "never"
+    if rules.spaces:
+        splitters: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Metaspace(_SPACE, scheme)]
+        if rules.spaces == "words":
+            splitters.insert(0, pre_tokenizers.WhitespaceSplit())
+        if rules.split_punctuation is not None and source.flag("split_by_punct", rules.split_punctuation):
+            splitters.insert(0, pre_tokenizers.Punctuation("isolated"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splitters)
+    tokenizer.decoder = decoders.Metaspace(_SPACE, scheme) if rules.spaces else decoders.Replace(_SPACE, " ")
+    _add_kinds(tokenizer, model.pieces[rules.skipped :])
+    roles = {token for role, token in source.tokens.items() if role.endswith("_token")}
+    extra = [text for text in (*first, *last) if text not in roles and not text.endswith("NOTUSED")]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in extra])
+    return tokenizer
+
+
+def _add_kinds(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> None:
+    """Match control pieces and user-defined pieces as whole tokens; control pieces are special."""
+    kinds = [piece for piece in pieces if piece.kind in (CONTROL, USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(one.text, normalized=False, special=one.kind == CONTROL) for one in kinds])
+
+
+def llama(source: Source) -> Tokenizer:
+    """Return a tokenizer of BPE with byte pieces that marks a space before a text and does not split words."""
+    model = _read(source)
+    if model.algorithm != BPE:
+        raise TokenizerError(
+            f"{source.folder}/{source.rules.files[0]}: found a unigram model, expected BPE. Correct tokenizer_class.",
+            where=source.folder,
+        )
+    ids = {piece.text: number for number, piece in enumerate(model.pieces)}
+    tokenizer = Tokenizer(models.BPE(ids, _merges(model, ids), fuse_unk=True, byte_fallback=True))
+    prefix = source.flag("add_prefix_space", True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, "first" if prefix else "never", split=False)
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    _add_kinds(tokenizer, model.pieces)
+    return tokenizer
+
+
+def sentencepiece_pieces(source: Source) -> Tokenizer:
+    """Return a tokenizer with the pieces that the package sentencepiece finds."""
+    from flodl_hf.tokenization.python_words import sentencepieces, splitter
+
+    name = source.rules.files[0]
+    model = _read(source)
+    vocab = {piece.text: number for number, piece in enumerate(model.pieces)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=model.pieces[model.unk_id].text))
+    tokenizer.pre_tokenizer = splitter(sentencepieces(source.files[name]))
+    stripped = decoders.Replace(Regex(r"\A\s+|\s+\z"), "")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.Fuse(), stripped])
+    return tokenizer

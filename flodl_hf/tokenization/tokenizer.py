@@ -24,14 +24,17 @@ from flodl_hf.checkpoints.keywords import TOKENIZER, accept_keywords
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.backend import Backend
 from flodl_hf.tokenization.calls import Calls
-from flodl_hf.tokenization.definition import WARNED, read_backend, with_sections
+from flodl_hf.tokenization.definition import WARNED, read_backend
 from flodl_hf.tokenization.encoded import Encoded
 from flodl_hf.tokenization.guard import translated_errors
-from flodl_hf.tokenization.settings import ROLES, Settings, content, read_settings
-from flodl_hf.tokenization.source import (
+from flodl_hf.tokenization.settings import (
+    ROLES,
     TOKENIZER_FILES,
+    Settings,
+    content,
     parse_json,
     read_bytes,
+    read_settings,
     read_source,
     vocabulary_file,
     with_settings,
@@ -87,16 +90,6 @@ def contradictions(
         )
 
 
-def _settings_of(
-    files: Mapping[str, bytes], backend: Backend, folder: str, model_type: str | None, config: Mapping[str, Any]
-) -> Settings:
-    known = backend.inner.token_to_id
-    return read_settings(
-        files, lambda token: known(token) is not None, folder=folder, model_type=model_type, config=config,
-        pad_token=backend.pad_token, sides=backend.sides,
-    )  # fmt: skip
-
-
 _SETTABLE = ("model_max_length", "padding_side", "truncation_side", *ROLES)
 
 
@@ -135,20 +128,27 @@ class Tokenizer(Calls):
         self._files = dict(files or {})
         self._overridden = overridden
         self._config = dict(config or {})
-        frozen = Backend(backend, f"{folder}/{vocabulary_file(self._files)}" if self._files else str(folder))
-        settings = _settings_of(self._files, frozen, str(folder), model_type, self._config)
-        super().__init__(frozen, settings, str(folder))
+        self._folder = str(folder)
+        self._inner = backend
+        self._backend = Backend(backend, f"{folder}/{vocabulary_file(self._files)}" if self._files else str(folder))
+        self.settings = self._read_settings(self._files, model_type)
         found = []
-        if "tokenizer.json" in self._files and not frozen.by_code:
+        if "tokenizer.json" in self._files and not self._backend.by_code:
             name = "special_tokens_map.json"
             mapped = parse_json(self._files[name], f"{folder}/{name}") if name in self._files else {}
             with translated_errors(f"{folder}/tokenizer.json", "the tokenizer definition is damaged; fetch it again"):
-                found = [*contradictions(frozen, settings, mapped, self._config)]
+                found = [*contradictions(self._backend, self.settings, mapped, self._config)]
         self.notes = (*notes, *found)
-        if settings.split_special:
+        if self.settings.split_special:
             backend.encode_special_tokens = True
         self._splitting: Backend | None = None
         self._sealed = True
+
+    def _read_settings(self, files: Mapping[str, bytes], model_type: str | None) -> Settings:
+        return read_settings(
+            files, lambda token: self._inner.token_to_id(token) is not None, folder=self._folder,
+            model_type=model_type, config=self._config, pad_token=self._backend.pad_token, sides=self._backend.sides,
+        )  # fmt: skip
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_sealed" not in self.__dict__:
@@ -172,8 +172,7 @@ class Tokenizer(Calls):
                     found=token,
                 )
         files = with_settings(self._files, changes, self._folder)
-        settings = _settings_of(files, self._backend, self._folder, self.settings.model_type, self._config)
-        self.__dict__.update(_files=files, settings=settings)
+        self.__dict__.update(_files=files, settings=self._read_settings(files, self.settings.model_type))
         self.__dict__.pop("all_special_ids", None)
 
     # Loading and saving
@@ -273,30 +272,20 @@ class Tokenizer(Calls):
             "padding_side": padding_side, "truncation_side": truncation_side, "pad_token": pad_token,
         }  # fmt: skip
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        hub = {
-            "revision": revision, "subfolder": subfolder, "token": token, "cache_dir": cache_dir,
-            "local_files_only": local_files_only,
-        }  # fmt: skip
-        folder, _ = resolve_folder(name_or_path, hub, (*TOKENIZER_FILES, ADAPTER_CONFIG, CONFIG_NAME))
-        if is_vocabulary_in(folder):
-            return cls._stated(folder, settings)
-        if holds_adapter(folder):
-            base = parse_json(read_bytes(folder / ADAPTER_CONFIG), str(folder / ADAPTER_CONFIG)).get(BASE_OF_ADAPTER)
-            if isinstance(base, str) and base:
-                return cls.from_pretrained(
-                    base, token=token, cache_dir=cache_dir, local_files_only=local_files_only, **settings
-                )
-        from flodl_hf.checkpoints.sentence.settings import transformer_folder
+        hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        wanted = (*TOKENIZER_FILES, ADAPTER_CONFIG, CONFIG_NAME)
+        folder, _ = resolve_folder(name_or_path, {**hub, "revision": revision, "subfolder": subfolder}, wanted)
+        if not is_vocabulary_in(folder):
+            if holds_adapter(folder):
+                adapter = parse_json(read_bytes(folder / ADAPTER_CONFIG), str(folder / ADAPTER_CONFIG))
+                if isinstance(base := adapter.get(BASE_OF_ADAPTER), str) and base:
+                    return cls.from_pretrained(base, **hub, **settings)
+            from flodl_hf.checkpoints.sentence.settings import transformer_folder
 
-        return cls._stated(transformer_folder(folder), settings)
-
-    @classmethod
-    def _stated(cls, folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
-        """Return the tokenizer of a folder with other settings."""
+            folder = transformer_folder(folder)
         tokenizer = cls.from_folder(folder, settings={k: v for k, v in settings.items() if k not in ROLES})
-        tokens = {role: token for role, token in settings.items() if role in ROLES}
-        if tokens:
-            tokenizer._state(tokens)
+        if pad_token is not None:
+            tokenizer._state({"pad_token": pad_token})
         return tokenizer
 
     def files(self) -> dict[str, bytes]:
@@ -342,9 +331,20 @@ class Tokenizer(Calls):
 
     def __reduce__(self) -> tuple[Any, ...]:
         files = {"files": self._files, "folder": self._folder, "model_type": self.settings.model_type}
-        text = None if self._backend.by_code else self._inner.to_str()
-        sections = self._backend.pad_token, self._backend.sides
-        return _restore, (type(self), text, {**files, "config": self._config}, sections, self._overridden)
+        arguments = {**files, "config": self._config}
+        if self._backend.by_code:
+            return _restore, (type(self), None, arguments, False)
+        # A loaded tokenizer lacks the sections for padding and truncation, from which the settings have defaults.
+        inner, sides = tokenizers.Tokenizer.from_str(self._inner.to_str()), self._backend.sides
+        pad_token = self._backend.pad_token
+        if pad_token is not None or "padding_side" in sides:
+            inner.enable_padding(
+                direction=sides.get("padding_side", "right"), pad_token=pad_token or "",
+                pad_id=0 if pad_token is None else inner.token_to_id(pad_token) or 0,
+            )  # fmt: skip
+        if "truncation_side" in sides:
+            inner.enable_truncation(1, direction=sides["truncation_side"])
+        return _restore, (type(self), inner.to_str(), arguments, self._overridden)
 
     def __deepcopy__(self, memo: Any) -> Tokenizer:
         other = object.__new__(type(self))
@@ -358,9 +358,7 @@ class Tokenizer(Calls):
         )
 
 
-def _restore(
-    kind: type[Tokenizer], text: str | None, arguments: dict[str, Any], sections: tuple[Any, Any], overridden: bool
-) -> Tokenizer:
+def _restore(kind: type[Tokenizer], text: str | None, arguments: dict[str, Any], overridden: bool) -> Tokenizer:
     if text is None:
         return kind.from_files(**arguments)
-    return kind(with_sections(text, *sections), **arguments, overridden=overridden)
+    return kind(tokenizers.Tokenizer.from_str(text), **arguments, overridden=overridden)

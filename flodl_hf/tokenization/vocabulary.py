@@ -10,27 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from functools import cached_property
 from typing import Any
 
+from tokenizers import Tokenizer as Inner
+
 from flodl.errors import capped, printable
 from flodl_hf.errors import TokenizerError
 
 from .backend import Backend
 from .guard import translated_errors
-from .settings import ROLES, Settings
-from .source import vocabulary_file
+from .settings import ROLES, Settings, vocabulary_file
 
 _IN_NO_VOCABULARY = "\U00010380"  # a letter of Ugaritic, which no normalizer removes
 _CLEAN_UP = (
-    (" .", "."),
-    (" ?", "?"),
-    (" !", "!"),
-    (" ,", ","),
-    (" ' ", "'"),
-    (" n't", "n't"),
-    (" 'm", "'m"),
-    (" 's", "'s"),
-    (" 've", "'ve"),
-    (" 're", "'re"),
-)
+    *((f" {mark}", mark) for mark in (".", "?", "!", ",")), (" ' ", "'"),
+    *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")),
+)  # fmt: skip
 
 
 _SHOWN = ("pad_token", "mask_token", "cls_token", "sep_token", "unk_token", "bos_token", "eos_token")
@@ -52,19 +45,10 @@ class Vocabulary:
     """The tokens of a loaded tokenizer and their roles; nothing in it changes."""
 
     _files: Mapping[str, bytes]
-
-    def __init__(self, backend: Backend, settings: Settings, folder: str) -> None:
-        """Combine a loaded tokenizer with its settings.
-
-        Args:
-            backend: the loaded tokenizer.
-            settings: its settings.
-            folder: the folder of the files, for messages.
-        """
-        self._backend = backend
-        self._inner = backend.inner
-        self.settings = settings
-        self._folder = folder
+    _folder: str
+    _backend: Backend
+    _inner: Inner
+    settings: Settings
 
     is_fast = True
 
@@ -162,20 +146,16 @@ class Vocabulary:
     @cached_property
     def all_special_ids(self) -> list[int]:
         """Ids of every special token, first the tokens with a role, as in transformers."""
-        named = [self.settings.special[role] for role in ROLES if role in self.settings.special]
-        tokens = [*named, *self.settings.extra_special, *self._class_tokens()]
+        special = self.settings.special
+        tokens = [special[role] for role in ROLES if role in special] + list(self.settings.extra_special)
+        if "tokenizer.json" not in self._files or self._backend.by_code:
+            # A class adds special tokens to its vocabulary. T5 numbers its sentinels from the last one.
+            stated = self.settings.raw.get("added_tokens_decoder") or {}
+            decoder = self.added_tokens_decoder.items()
+            added = [token.content for number, token in decoder if token.special and str(number) not in stated]
+            tokens += sorted(added, key=lambda token: int(token[10:-1]) if token.startswith("<extra_id_") else -1)
         ids = map(self._inner.token_to_id, tokens)
         return list(dict.fromkeys(i for i in ids if i is not None))
-
-    def _class_tokens(self) -> list[str]:
-        """Return the special tokens that a class adds to the vocabulary; none for ``tokenizer.json``."""
-        if "tokenizer.json" in self._files and not self._backend.by_code:
-            return []
-        stated = self.settings.raw.get("added_tokens_decoder") or {}
-        added = sorted(self._inner.get_added_tokens_decoder().items())
-        tokens = [token.content for number, token in added if token.special and str(number) not in stated]
-        # T5 numbers its sentinels from the last one.
-        return sorted(tokens, key=lambda token: int(token[10:-1]) if token.startswith("<extra_id_") else -1)
 
     @property
     def all_special_tokens(self) -> list[str]:
@@ -195,24 +175,6 @@ class Vocabulary:
         """Return how many special tokens one text (or a pair) is given."""
         return self._inner.num_special_tokens_to_add(pair)
 
-    def _check_types(self, rows: int) -> None:
-        for pairs in (None, ["a"]):
-            highest = max(self._backend.encodings(["a"], pairs)[0].type_ids, default=0)
-            if highest < rows:
-                continue
-            text = (
-                f"{self._folder}: the template of tokenizer.json gives {'a text' if pairs is None else 'second texts'} "
-                f"the token type {highest}, expected 0 to {rows - 1}, which the model has; correct type_id in its "
-                "post_processor, or take the tokenizer that belongs to the model"
-            )
-            if pairs is None:
-                raise TokenizerError(text, folder=str(self._folder), found=highest, expected=rows - 1)
-            self._backend.pair_fault = text
-
-    @property
-    def _vocabulary_file(self) -> str:
-        return vocabulary_file(self._files)
-
     def few_tokens(self, vocab_rows: int) -> str | None:
         """Return a note where much of an embedding has no token, as after a vocabulary file was cut; else None."""
         # Converting 250,000 tokens to Python objects takes a quarter of a second, so the table is read only if
@@ -223,8 +185,8 @@ class Vocabulary:
         if count >= 0.9 * vocab_rows:
             return None
         return (
-            f"{self._vocabulary_file}: has {count:,} tokens, and the embedding {vocab_rows:,} rows; if it should have "
-            "as many, fetch it again"
+            f"{vocabulary_file(self._files)}: has {count:,} tokens, and the embedding {vocab_rows:,} rows; if it "
+            "should have as many, fetch it again"
         )
 
     def _highest_id(self) -> int:
@@ -247,13 +209,24 @@ class Vocabulary:
             TokenizerError: naming the tokens with the highest ids (``worst``: pairs of id and token), or the token
                 type that is too high.
         """
-        self._backend.pair_fault = None
+        backend = self._backend
+        backend.pair_fault = None
         # A template may contain ids that are not in the vocabulary.
-        framed = (*self._backend.encodings([""]), *self._backend.encodings([""], [""]))
+        framed = [backend.encodings([text], pair)[0] for pair in (None, ["a"]) for text in ("", "a")]
         # A model without its unknown token fails at the first unknown word, so one is encoded here.
-        self._backend.encodings([_IN_NO_VOCABULARY])
-        if type_rows is not None:
-            self._check_types(type_rows)
+        backend.encodings([_IN_NO_VOCABULARY])
+        for encodings, what in ((framed[:2], "a text"), (framed[2:], "second texts")):
+            highest = max((kind for encoding in encodings for kind in encoding.type_ids), default=0)
+            if type_rows is None or highest < type_rows:
+                continue
+            fault = (
+                f"{self._folder}: the template of tokenizer.json gives {what} the token type {highest}, expected 0 to "
+                f"{type_rows - 1}, which the model has; correct type_id in its post_processor, or take the tokenizer "
+                "that belongs to the model"
+            )
+            if what == "a text":
+                raise TokenizerError(fault, folder=self._folder, found=highest, expected=type_rows - 1)
+            backend.pair_fault = fault
         if max((self._highest_id(), *(i for encoding in framed for i in encoding.ids))) >= vocab_rows:
             ids = {i: token for token, i in self.get_vocab().items()}
             for encoding in framed:
@@ -262,8 +235,8 @@ class Vocabulary:
             worst = sorted(((i, token) for i, token in ids.items() if i >= vocab_rows), reverse=True)
             listed = capped([f"id {i}: {printable(token, 60)}" for i, token in worst], limit=5)
             raise TokenizerError(
-                f"{self._folder}: {len(worst)} of {len(ids)} tokens of {self._vocabulary_file} have ids for which the "
-                f"embedding has no row (it has {vocab_rows}):\n{listed}\nexpected ids below {vocab_rows}; "
+                f"{self._folder}: {len(worst)} of {len(ids)} tokens of {vocabulary_file(self._files)} have ids for "
+                f"which the embedding has no row (it has {vocab_rows}):\n{listed}\nexpected ids below {vocab_rows}; "
                 "use the tokenizer that belongs to this checkpoint, or enlarge the embedding",
                 where=self._folder,
                 found=worst[0][0] + 1,
@@ -323,14 +296,12 @@ class Vocabulary:
             clean_up_tokenization_spaces: remove the space before punctuation and contractions; by default as in
                 ``tokenizer_config.json``. Ignored for byte-level BPE, which preserves the spaces of the text.
         """
-        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
-        if not isinstance(ids, int):
-            ids = [part.tolist() if hasattr(part, "tolist") else part for part in ids]
-        if isinstance(ids, list) and ids and isinstance(ids[0], (list, tuple)):
+        given = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        ids = [given] if isinstance(given, int) else [i.tolist() if hasattr(i, "tolist") else i for i in given]
+        if ids and isinstance(ids[0], (list, tuple)):
             return [self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in ids]
-        ids = [ids] if isinstance(ids, int) else [int(i) for i in ids]
         with translated_errors("decoding", "pass ids of this tokenizer, none of them negative"):
-            text = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+            text = self._inner.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
         clean = self.settings.clean_up if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
         if clean and not self._backend.is_bpe:
             for old, new in _CLEAN_UP:

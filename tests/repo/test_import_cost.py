@@ -67,7 +67,7 @@ def test_a_configuration_takes_one_family_with_it() -> None:
     code = """
 import sys
 from flodl_hf.checkpoints.config.model_config import ModelConfig, family_of
-from flodl_hf.tokenization.classes import class_family
+from flodl_hf.tokenization.settings import class_family
 from flodl_hf.tokenization.settings import read_settings
 
 def files():

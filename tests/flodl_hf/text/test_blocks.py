@@ -13,7 +13,7 @@ from flodl_hf.errors import TokenizerError
 from flodl_hf.inference.inputs import encode
 from flodl_hf.inference.token_table import frame_of
 from flodl_hf.tokenization import backend
-from flodl_hf.tokenization.blocks import mark_of
+from flodl_hf.tokenization.backend import mark_of
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
 from .conftest import AWKWARD, CORPUS

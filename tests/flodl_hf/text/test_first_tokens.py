@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Inner
 
 from flodl_hf.inference.inputs import encode
-from flodl_hf.tokenization.blocks import MARGIN, beginnings, splits_at_spaces
+from flodl_hf.tokenization.backend import MARGIN, beginnings, splits_at_spaces
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
 from .conftest import AWKWARD, CORPUS, KINDS, wordpiece

@@ -14,7 +14,7 @@ import torch
 from flodl.errors import FlodlError
 from flodl_hf import load
 from flodl_hf.errors import PredictError, TokenizerError
-from flodl_hf.tokenization.charsmap import check_definition
+from flodl_hf.tokenization.guard import check_definition
 from flodl_hf.tokenization.tokenizer import Tokenizer
 from tests.torture.checkpoints import checkpoint, write_files
 from tests.torture.own_ids import library_ids

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flodl_hf.errors import TokenizerError
 from flodl_hf.parity.tokenizers import PROBES
-from flodl_hf.tokenization.charsmap import check_table
+from flodl_hf.tokenization.guard import check_table
 from flodl_hf.tokenization.sentencepiece import BPE, UNIGRAM, read_model
 from flodl_hf.tokenization.tokenizer import Tokenizer
 
