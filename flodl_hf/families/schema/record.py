@@ -98,7 +98,7 @@ class FamilyTokenizer:
             prefix of the family always is one.
         files: the vocabulary files that the tokenizer is built from; empty where only ``tokenizer.json`` is read.
         build: the name of the builder in ``tokenization/build.py``; by default the builder of the first of ``files``.
-        template: the name of the special tokens around texts, in ``tokenization/templates.py``.
+        template: the name of the special tokens around texts, in ``tokenization/definition.py``.
         mask_takes_space: whether the mask token includes the space before it, unless the settings files specify it.
         prefix: the default of ``add_prefix_space``.
         padding_side: the default of ``padding_side``.
@@ -110,7 +110,7 @@ class FamilyTokenizer:
         skipped: how many of the first pieces of the model ``first`` replaces.
         last: tokens that are numbered after the pieces, like ``first``; ``"extra_ids"`` are the sentinels of T5.
         unknown: the id of unknown pieces; None for the id of the unknown token.
-        steps: normalizers that transformers applies before a sentencepiece model (``tokenization/pieces.py``).
+        steps: normalizers that transformers applies before a sentencepiece model (``tokenization/sentencepiece.py``).
         spaces: how words are split for those classes: "words" (at white space), "always" (at spaces), "first" (at
             spaces; without ``add_prefix_space`` only the first word of a text is marked), or "" (no splitting).
         words: what splits words that is in no file of a folder; empty where the files specify everything. Such a
