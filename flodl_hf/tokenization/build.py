@@ -1,4 +1,4 @@
-"""A tokenizer built from vocabulary files, without transformers and without sentencepiece.
+"""The tokenizer of a folder's files: of ``tokenizer.json`` with its settings, or built from the vocabulary files.
 
 Rules of the classes are in ``classes.py``, sentencepiece models in ``pieces.py``, words that Python splits in
 ``python_words.py``.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,30 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from flodl.errors import capped, printable
 from flodl_hf.checkpoints.folders import vocabularies_below
 from flodl_hf.errors import TokenizerError
-from flodl_hf.families import families
+from flodl_hf.families import families, named
 from flodl_hf.families.schema import FamilyTokenizer
-from flodl_hf.tokenization.definition import add_tokens, frame, role_tokens
+from flodl_hf.tokenization.classes import PYTHON_BUILDERS, WITHOUT_CLASS
+from flodl_hf.tokenization.definition import add_tokens, frame, framed, load_json, overridden, role_tokens
 from flodl_hf.tokenization.guard import translated_errors
-from flodl_hf.tokenization.sentencepiece import llama, pieces, sentencepiece_pieces
+from flodl_hf.tokenization.sentencepiece import llama, pieces, read_model, sentencepiece_pieces
 from flodl_hf.tokenization.settings import (
     ROLES,
     TOKENIZER_FILES,
     Source,
+    check_keys,
     class_name,
     class_rules,
     content,
     decode_text,
+    guess_model_type,
     parse_json,
     rules_of,
     said_of,
     vocabulary_file,
 )
+
+# How notes begin that are warnings as well: they concern every row, or settings that nothing reads.
+WARNED = ("cls_token", "sep_token", "tokenizer.json ", "unknown settings")
 
 # Ids are 32-bit numbers in the tokenizers library, and rows of an embedding in every model.
 _MAX_ID = 10_000_000
@@ -234,6 +239,71 @@ def _fairseq(source: Source) -> Tokenizer:
     return tokenizer
 
 
+def _japanese(source: Source) -> Tokenizer:
+    """Return the tokenizer of a folder of Japanese BERT.
+
+    Raises:
+        TokenizerError: if the package of an analyser is not installed, or a setting has an unknown value.
+    """
+    from flodl_hf.tokenization import python_words
+
+    lower = source.flag("do_lower_case", False)
+    subwords = python_words.choice_of(
+        source.settings, "subword_tokenizer_type", "wordpiece", ("wordpiece", "character", "sentencepiece")
+    )
+    kind = python_words.choice_of(source.settings, "word_tokenizer_type", "basic", ("basic", *python_words.ANALYSERS))
+    prepare: list[normalizers.Normalizer] = []
+    split: list[pre_tokenizers.PreTokenizer] = []
+    if source.flag("do_word_tokenize", True):
+        if kind == "basic":
+            basic = normalizers.BertNormalizer(handle_chinese_chars=False, lowercase=lower)
+            prepare, split = [normalizers.NFC(), basic], [pre_tokenizers.BertPreTokenizer()]
+        else:
+            options = source.settings.get(f"{kind}_kwargs") or {}
+            prepare = [normalizers.NFKC()] if options.get("normalize_text", True) else []
+
+            analyser, kept = python_words.ANALYSERS[kind](options), set(source.settings.get("never_split") or ())
+            split = [python_words.splitter(lambda text: (
+                (word.lower() if lower and word not in kept else word, start, stop)
+                for word, start, stop in python_words.located(analyser(text), text)
+            ))]  # fmt: skip
+    if not source.flag("do_subword_tokenize", True):
+        subwords = "none"
+    name = "spiece.model" if subwords == "sentencepiece" else "vocab.txt"
+    if name not in source.files:
+        raise TokenizerError(
+            f"{source.folder}: {name} is missing, expected it for subword_tokenizer_type {subwords!r}; copy the "
+            "tokenizer files of the checkpoint there",
+            where=source.folder,
+            field="subword_tokenizer_type",
+            found=subwords,
+        )
+    model: models.Model
+    if subwords == "sentencepiece":
+        pieces = read_model(source.files[name], f"{source.folder}/{name}").pieces
+        model = models.WordLevel(
+            {piece.text: n for n, piece in enumerate(pieces)}, unk_token=source.tokens["unk_token"]
+        )
+        split.append(python_words.splitter(python_words.sentencepieces(source.files[name])))
+    else:
+        vocab = read_vocab_txt(source.files["vocab.txt"], f"{source.folder}/vocab.txt")
+        kind_of_model = models.WordLevel if subwords == "none" else models.WordPiece
+        model = kind_of_model(vocab, unk_token=source.tokens["unk_token"])
+    if subwords == "wordpiece":
+        split.append(pre_tokenizers.WhitespaceSplit())  # an analyser may return white space as a part of a word
+    if subwords == "character":
+        prepare.append(normalizers.NFKC())
+        split.append(pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"))
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(prepare) if prepare else None
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split) if split else None
+    if subwords == "sentencepiece":
+        tokenizer.decoder = decoders.Metaspace("\u2581", "always")
+    else:
+        tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    return tokenizer
+
+
 _BUILDERS: Mapping[str, Callable[[Source], Tokenizer]] = {
     "vocab.txt": _word_pieces,
     "vocab.json": _byte_level,
@@ -243,7 +313,7 @@ _BUILDERS: Mapping[str, Callable[[Source], Tokenizer]] = {
     "suffixed": _suffixed,
     "fairseq": _fairseq,
     "bertweet": _fairseq,
-    "japanese": lambda source: import_module("flodl_hf.tokenization.python_words").build(source),
+    "japanese": _japanese,
     "pieces": pieces,
     "bpe": pieces,
     "sentencepiece": sentencepiece_pieces,
@@ -354,3 +424,60 @@ def build_backend(source: Source, model_type: str | None, config: Mapping[str, A
         add_tokens(tokenizer, source, role_tokens(tokens, stated, mask_takes_space=own.mask_takes_space))
         frame(tokenizer, source, tokens)
     return tokenizer
+
+
+def read_backend(
+    files: Mapping[str, bytes],
+    folder: str,
+    model_type: str | None,
+    config: Mapping[str, Any],
+) -> tuple[Tokenizer, list[str], bool]:
+    """Return the tokenizer of a folder, notes about contradictions, and whether it differs from ``tokenizer.json``.
+
+    Args:
+        files: contents of the tokenizer files.
+        folder: the folder of the files, for messages.
+        model_type: family, if the caller specifies it.
+        config: ``config.json`` of the model, or an empty mapping.
+
+    Raises:
+        TokenizerError: if the files are damaged, or the tokenizer class is not supported.
+    """
+    stated, mapped, added = (
+        parse_json(files[name], f"{folder}/{name}") if name in files else {}
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    )
+    size = config.get("vocab_size")
+    rows = size if isinstance(size, int) else None
+    rules = class_rules(class_name(stated, config))
+    effective = rules
+    if rules is None:
+        # The rules of the class that transformers takes for a folder that names none; empty if it has no class.
+        has_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
+        family = None if has_class else model_type or guess_model_type(config, stated)
+        effective = rules_of(None if family in WITHOUT_CLASS else named(family))
+    ignored = check_keys(stated, mapped, effective, folder)
+    source = Source(files, folder, stated, mapped, added, effective, {}, rows)
+    # No definition contains words that Python code splits, so transformers reads the files of such a class.
+    by_code = (
+        rules is not None
+        and rules.build in PYTHON_BUILDERS
+        and any(name in files for name in (rules.files[0], "spiece.model"))
+    )
+    if "tokenizer.json" not in files or by_code:
+        return build_backend(source, model_type or guess_model_type(config, stated), config), ignored, False
+    backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
+    tokens = {
+        role: text
+        for role in ROLES
+        if (text := next(filter(None, map(content, said_of(role, stated, mapped))), None)) is not None
+    }
+    source = replace(source, tokens=tokens)
+    backend, changes = overridden(backend, source)
+    with translated_errors(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
+        notes = add_tokens(backend, source)
+        if effective.files:
+            changes += framed(backend, source)
+    if rules is not None and rules.words:
+        notes.append(f"tokenizer.json is read as it is; its class splits words by {rules.words}: ids may differ")
+    return backend, ignored + notes + changes, bool(changes)

@@ -1,99 +1,25 @@
-"""The tokenizer of a folder's files: ``tokenizer.json``, or one that is built from the vocabulary files (``build.py``).
-
-Settings files replace parts of ``tokenizer.json``, add tokens, and determine the special tokens around texts.
-"""
+"""Definitions of tokenizers: settings replace parts of ``tokenizer.json``, add tokens, and set those around texts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
 from flodl.errors import capped, printable
 from flodl_hf.errors import TokenizerError
-from flodl_hf.families import named
 from flodl_hf.families.schema import FamilyTokenizer
-from flodl_hf.tokenization.classes import PYTHON_BUILDERS, WITHOUT_CLASS
 from flodl_hf.tokenization.guard import Part, check_definition, parts_of, translated_errors
 from flodl_hf.tokenization.settings import (
     ROLES,
     Source,
-    check_keys,
-    class_name,
-    class_rules,
     content,
     decode_text,
     extra_tokens,
-    guess_model_type,
     parse_json,
-    rules_of,
-    said_of,
 )
-
-# How notes begin that are warnings as well: they concern every row, or settings that nothing reads.
-WARNED = ("cls_token", "sep_token", "tokenizer.json ", "unknown settings")
-
-
-def read_backend(
-    files: Mapping[str, bytes],
-    folder: str,
-    model_type: str | None,
-    config: Mapping[str, Any],
-) -> tuple[Tokenizer, list[str], bool]:
-    """Return the tokenizer of a folder, notes about contradictions, and whether it differs from ``tokenizer.json``.
-
-    Args:
-        files: contents of the tokenizer files.
-        folder: the folder of the files, for messages.
-        model_type: family, if the caller specifies it.
-        config: ``config.json`` of the model, or an empty mapping.
-
-    Raises:
-        TokenizerError: if the files are damaged, or the tokenizer class is not supported.
-    """
-    stated, mapped, added = (
-        parse_json(files[name], f"{folder}/{name}") if name in files else {}
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-    )
-    size = config.get("vocab_size")
-    rows = size if isinstance(size, int) else None
-    rules = class_rules(class_name(stated, config))
-    effective = rules
-    if rules is None:
-        # The rules of the class that transformers takes for a folder that names none; empty if it has no class.
-        has_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
-        family = None if has_class else model_type or guess_model_type(config, stated)
-        effective = rules_of(None if family in WITHOUT_CLASS else named(family))
-    ignored = check_keys(stated, mapped, effective, folder)
-    source = Source(files, folder, stated, mapped, added, effective, {}, rows)
-    # No definition contains words that Python code splits, so transformers reads the files of such a class.
-    by_code = (
-        rules is not None
-        and rules.build in PYTHON_BUILDERS
-        and any(name in files for name in (rules.files[0], "spiece.model"))
-    )
-    if "tokenizer.json" not in files or by_code:
-        from .build import build_backend
-
-        return build_backend(source, model_type or guess_model_type(config, stated), config), ignored, False
-    backend = load_json(files["tokenizer.json"], f"{folder}/tokenizer.json")
-    tokens = {
-        role: text
-        for role in ROLES
-        if (text := next(filter(None, map(content, said_of(role, stated, mapped))), None)) is not None
-    }
-    source = replace(source, tokens=tokens)
-    backend, changes = _overridden(backend, source)
-    with translated_errors(f"{folder}/tokenizer_config.json", "the settings are damaged; fetch them again"):
-        notes = add_tokens(backend, source)
-        if effective.files:
-            changes += (_framed if backend.post_processor is None else _reframed)(backend, source)
-    if rules is not None and rules.words:
-        notes.append(f"tokenizer.json is read as it is; its class splits words by {rules.words}: ids may differ")
-    return backend, ignored + notes + changes, bool(changes)
 
 
 def load_json(data: bytes, path: str) -> Tokenizer:
@@ -196,7 +122,7 @@ _OF_BERT = {
 }  # fmt: skip
 
 
-def _overridden(backend: Tokenizer, source: Source) -> tuple[Tokenizer, list[str]]:
+def overridden(backend: Tokenizer, source: Source) -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer with the settings that replace parts of its definition, and a note for each."""
     if not source.rules.files:
         return backend, []
@@ -232,17 +158,33 @@ def _overridden(backend: Tokenizer, source: Source) -> tuple[Tokenizer, list[str
     return load_json(json.dumps(definition).encode(), path), notes
 
 
-def _framed(backend: Tokenizer, source: Source) -> list[str]:
-    """Add the template of the class to a definition without post-processor; return notes."""
-    try:
-        frame(backend, source, {**source.rules.special, **source.tokens})
-    except TokenizerError:
-        lacking = "the vocabulary lacks special tokens of its class, so that none are added"
-        return [f"tokenizer.json has no post_processor: {lacking}"]
-    if not backend.num_special_tokens_to_add(False):
+def framed(backend: Tokenizer, source: Source) -> list[str]:
+    """Set the special tokens around texts where settings name others, or no post-processor adds any; return notes."""
+    special, tokens = source.rules.special, source.tokens
+    if backend.post_processor is None:
+        try:
+            frame(backend, source, {**special, **tokens})
+        except TokenizerError:
+            lacking = "the vocabulary lacks special tokens of its class, so that none are added"
+            return [f"tokenizer.json has no post_processor: {lacking}"]
+        if not backend.num_special_tokens_to_add(False):
+            return []
+        around = " and ".join(dict.fromkeys(_around(backend)))
+        return [f"tokenizer.json has no post_processor: {around} are added as its class does, as in transformers 5"]
+    around = _around(backend)
+    # Only of templates with one token before a text and one behind it.
+    parts = TEMPLATES.get(source.rules.template.replace("roberta", "doubled"), ("", ""))[0].split()
+    if len(around) < 2 or parts[1:2] != ["$A"]:
         return []
-    around = " and ".join(dict.fromkeys(_around(backend)))
-    return [f"tokenizer.json has no post_processor: {around} are added as its class does, as in transformers 5"]
+    former = {parts[0].partition(":")[0]: around[0], parts[2].partition(":")[0]: around[-1]}
+    changed = {
+        role: tokens[role]
+        for role, token in former.items()
+        if tokens.get(role, token) != token and backend.token_to_id(tokens[role]) is not None
+    }
+    if changed:
+        frame(backend, source, {**special, **former, **changed})
+    return [_used(role, token, former[role]) for role, token in changed.items()]
 
 
 def _around(backend: Tokenizer) -> list[str]:
@@ -253,25 +195,6 @@ def _around(backend: Tokenizer) -> list[str]:
         if part.get("type") in ("RobertaProcessing", "BertProcessing"):
             return [part["cls"][0], part["sep"][0]]
     return []
-
-
-def _reframed(backend: Tokenizer, source: Source) -> list[str]:
-    """Replace tokens of the template by the tokens of the settings; return notes."""
-    tokens, around = source.tokens, _around(backend)
-    # Only of templates with one token before a text and one behind it.
-    single = TEMPLATES.get(source.rules.template.replace("roberta", "doubled"), ("", ""))[0]
-    first, text, last = [part.partition(":")[0] for part in single.split()] if single.count(" ") == 2 else [""] * 3
-    if len(around) < 2 or text != "$A":
-        return []
-    former = {first: around[0], last: around[-1]}
-    changed = {
-        role: tokens[role]
-        for role, token in former.items()
-        if tokens.get(role, token) != token and backend.token_to_id(tokens[role]) is not None
-    }
-    if changed:
-        frame(backend, source, {**source.rules.special, **former, **changed})
-    return [_used(role, token, former[role]) for role, token in changed.items()]
 
 
 def _used(role: str, token: str, former: str) -> str:

@@ -21,21 +21,14 @@ from tokenizers import (
     NormalizedString,
     PreTokenizedString,
     Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
     pre_tokenizers,
 )
 
 from flodl.errors import nearest, shown
 from flodl_hf.errors import TokenizerError
-from flodl_hf.tokenization.build import read_vocab_txt
-from flodl_hf.tokenization.sentencepiece import read_model
-from flodl_hf.tokenization.settings import Source
 
 
-def _choice(values: Mapping[str, Any], key: str, default: str, known: tuple[Any, ...]) -> Any:
+def choice_of(values: Mapping[str, Any], key: str, default: str, known: tuple[Any, ...]) -> Any:
     """Return a setting, which must be one of the known values."""
     value = values.get(key, default)
     if value not in known:
@@ -47,73 +40,6 @@ def _choice(values: Mapping[str, Any], key: str, default: str, known: tuple[Any,
             expected=known,
         )
     return value
-
-
-def build(source: Source) -> Tokenizer:
-    """Return the tokenizer of a folder of Japanese BERT.
-
-    Raises:
-        TokenizerError: if the package of an analyser is not installed, or a setting has an unknown value.
-    """
-    lower = source.flag("do_lower_case", False)
-    subwords = _choice(
-        source.settings, "subword_tokenizer_type", "wordpiece", ("wordpiece", "character", "sentencepiece")
-    )
-    kind = _choice(source.settings, "word_tokenizer_type", "basic", ("basic", *ANALYSERS))
-    prepare: list[normalizers.Normalizer] = []
-    split: list[pre_tokenizers.PreTokenizer] = []
-    if source.flag("do_word_tokenize", True):
-        if kind == "basic":
-            basic = normalizers.BertNormalizer(handle_chinese_chars=False, lowercase=lower)
-            prepare, split = [normalizers.NFC(), basic], [pre_tokenizers.BertPreTokenizer()]
-        else:
-            options = source.settings.get(f"{kind}_kwargs") or {}
-            prepare = [normalizers.NFKC()] if options.get("normalize_text", True) else []
-
-            def trim(words: Iterable[str]) -> Iterable[str]:
-                is_trimmed = kind != "mecab" and options.get("trim_whitespace")
-                return [word.strip() for word in words if word.strip()] if is_trimmed else words
-
-            analyser, kept = ANALYSERS[kind](options), set(source.settings.get("never_split") or ())
-            split = [splitter(lambda text: (
-                (word.lower() if lower and word not in kept else word, start, stop)
-                for word, start, stop in located(trim(analyser(text)), text)
-            ))]  # fmt: skip
-    if not source.flag("do_subword_tokenize", True):
-        subwords = "none"
-    name = "spiece.model" if subwords == "sentencepiece" else "vocab.txt"
-    if name not in source.files:
-        raise TokenizerError(
-            f"{source.folder}: {name} is missing, expected it for subword_tokenizer_type {subwords!r}; copy the "
-            "tokenizer files of the checkpoint there",
-            where=source.folder,
-            field="subword_tokenizer_type",
-            found=subwords,
-        )
-    model: models.Model
-    if subwords == "sentencepiece":
-        pieces = read_model(source.files[name], f"{source.folder}/{name}").pieces
-        model = models.WordLevel(
-            {piece.text: n for n, piece in enumerate(pieces)}, unk_token=source.tokens["unk_token"]
-        )
-        split.append(splitter(sentencepieces(source.files[name])))
-    else:
-        vocab = read_vocab_txt(source.files["vocab.txt"], f"{source.folder}/vocab.txt")
-        kind_of_model = models.WordLevel if subwords == "none" else models.WordPiece
-        model = kind_of_model(vocab, unk_token=source.tokens["unk_token"])
-    if subwords == "wordpiece":
-        split.append(pre_tokenizers.WhitespaceSplit())  # an analyser may return white space as a part of a word
-    if subwords == "character":
-        prepare.append(normalizers.NFKC())
-        split.append(pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"))
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence(prepare) if prepare else None
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split) if split else None
-    if subwords == "sentencepiece":
-        tokenizer.decoder = decoders.Metaspace("\u2581", "always")
-    else:
-        tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
-    return tokenizer
 
 
 # A word, or a part of one, and its first and last character (exclusive) in the text.
@@ -268,7 +194,7 @@ def _mecab(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
     fugashi = _imported("fugashi", "word_tokenizer_type 'mecab'")
     name, option = options.get("mecab_dic", "unidic_lite"), options.get("mecab_option") or ""
     if name is not None:
-        _choice(options, "mecab_dic", name, ("unidic_lite", "ipadic", "unidic"))
+        choice_of(options, "mecab_dic", name, ("unidic_lite", "ipadic", "unidic"))
         folder = _imported(name, f"mecab_dic {name!r}").DICDIR
         if not os.path.isdir(folder):
             raise TokenizerError(
@@ -282,9 +208,13 @@ def _mecab(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
     return lambda text: [word.surface for word in tagger(text)]
 
 
+def _trimmed(words: list[str], options: Mapping[str, Any]) -> list[str]:
+    return [word.strip() for word in words if word.strip()] if options.get("trim_whitespace") else words
+
+
 def _sudachi(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
     sudachi = _imported("sudachipy", "word_tokenizer_type 'sudachi'")
-    mode = _choice(options, "sudachi_split_mode", "A", ("A", "B", "C"))
+    mode = choice_of(options, "sudachi_split_mode", "A", ("A", "B", "C"))
     kind = options.get("sudachi_dict_type", "core")
     try:
         words = sudachi.Dictionary(
@@ -295,13 +225,13 @@ def _sudachi(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
     projection = options.get("sudachi_projection")
     more = {"projection": projection} if projection else {}
     analyser = words.create(getattr(sudachi.SplitMode, mode), **more)
-    return lambda text: [word.surface() for word in analyser.tokenize(text)]
+    return lambda text: _trimmed([word.surface() for word in analyser.tokenize(text)], options)
 
 
 def _jumanpp(options: Mapping[str, Any]) -> Callable[[str], Iterable[str]]:
     rhoknp = _imported("rhoknp", "word_tokenizer_type 'jumanpp'")
     analyser = rhoknp.Jumanpp()
-    return lambda text: [part.text for part in analyser.apply_to_sentence(text.strip()).morphemes]
+    return lambda text: _trimmed([part.text for part in analyser.apply_to_sentence(text.strip()).morphemes], options)
 
 
 # The value of word_tokenizer_type, with a function that makes the analyser from its settings.

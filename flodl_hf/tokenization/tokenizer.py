@@ -23,8 +23,8 @@ from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.keywords import TOKENIZER, accept_keywords
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.backend import Backend
+from flodl_hf.tokenization.build import WARNED, read_backend
 from flodl_hf.tokenization.calls import Calls
-from flodl_hf.tokenization.definition import WARNED, read_backend
 from flodl_hf.tokenization.encoded import Encoded
 from flodl_hf.tokenization.guard import translated_errors
 from flodl_hf.tokenization.settings import (
