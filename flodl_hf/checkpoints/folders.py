@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import translate
 from pathlib import Path
 from typing import Any
@@ -118,20 +118,40 @@ def weights_named(value: Any, path: str) -> str | None:
         return None
     parts = value.split("/") if isinstance(value, str) else []
     if not parts or any(part in ("", ".", "..") or set(part) & set('\\:*?"<>|') for part in parts):
-        why = "expected the name of a file in the folder"
+        expected = "the name of a file in the folder"
     elif not value.endswith((".safetensors", ".safetensors.index.json")):
-        why = "expected the name of a .safetensors file, or of a .safetensors.index.json"
+        expected = "the name of a .safetensors file, or of a .safetensors.index.json"
     elif len(parts) > 1 and not value.endswith(".safetensors"):
-        why = "expected an index in the folder of config.json, where its shards are searched"
+        expected = "an index in the folder of config.json, where its shards are searched"
     else:
         return value
-    what = shown(value, 80) if not isinstance(value, str) else printable(value, 80)
-    raise ConfigError(
-        f"{path}: {WEIGHTS_KEY}: found {what}; {why}. Name the weight file, relative to the folder of "
-        "config.json, or remove the key if the file has its usual name",
-        where=path,
-        problems=[WEIGHTS_KEY],
-    )
+    found = f"{WEIGHTS_KEY}: found {shown(value, 80)}"
+    advice = f"{expected}. Remove the key if the weight file has its usual name"
+    raise refused(path, found, advice, problems=[WEIGHTS_KEY], kind=ConfigError)
+
+
+def refused(
+    path: str | os.PathLike[str],
+    found: str,
+    expected: str,
+    *,
+    problems: Sequence[str] = (),
+    kind: type[FlodlError] = CheckpointError,
+    **details: Any,
+) -> FlodlError:
+    """Return the error for a file or folder that cannot be used.
+
+    Args:
+        path: the file or folder.
+        found: what was found.
+        expected: what is expected instead, and what to do.
+        problems: each fault; by default ``found``.
+        kind: the class of the error.
+        **details: further attributes of the error.
+    """
+    place = os.fspath(path)
+    problems = list(problems) or [found]
+    return kind(f"{place}: {found}; expected {expected}", path=place, where=place, problems=problems, **details)
 
 
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would hang a blocking open for ever
@@ -142,18 +162,23 @@ _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _NAME_LIMIT = 255
 
 
+# ---- safe access to the files of a folder ----------------------------------------------------------------
+
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would hang a blocking open for ever
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_MAX_NAME = 255  # bytes of one segment of a path, on every usual file system
+
+
 def plain_name_fault(name: object) -> str | None:
     """Return the fault of ``name`` as the name of a sibling file, or None if it is valid."""
     if not isinstance(name, str):
         return f"{type(name).__name__} instead of a text"
-    if not name or name in (".", ".."):
+    if not 0 < len(name) <= _MAX_NAME or name in (".", ".."):
         return "not the name of a file"
-    if len(name) > _NAME_LIMIT:
-        return f"{len(name)} characters, more than {_NAME_LIMIT}"
-    if not name.isprintable() or not name.isascii():
-        return "characters other than printable ASCII"
-    if any(mark in name for mark in '/\\:%*?"<>|'):
-        return "a separator, drive or escape character"
+    if not name.isprintable() or not name.isascii() or any(mark in name for mark in '/\\:%*?"<>|'):
+        return "characters other than printable ASCII, or a separator, drive or escape character"
     return None
 
 
@@ -171,13 +196,14 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
     home = Path(folder)
     below = home / name
     if name and not below.resolve().is_relative_to(home.resolve()):
-        raise UnsafeFileError(
-            f"{below}: leads to {below.resolve()}, outside the folder; copy its files into the folder",
-            path=str(below),
-            problems=[f"link to {below.resolve()}"],
-            target=str(below.resolve()),
-        )
+        raise _outside(below, below.resolve())
     return below
+
+
+def _outside(link: Path, target: Path) -> FlodlError:
+    expected = "a file of the folder, or of the adjacent blobs of a Hub cache; copy the file into the folder"
+    found, problems = f"leads to {target}, outside the folder", [f"link to {target}"]
+    return refused(link, found, expected, problems=problems, kind=UnsafeFileError, target=str(target))
 
 
 def read_member(folder: Path, name: str, limit: int, fault: type[FlodlError] = CheckpointError) -> bytes:
@@ -204,14 +230,8 @@ def read_member(folder: Path, name: str, limit: int, fault: type[FlodlError] = C
         raise fault(error.message, path=where, where=where, problems=error.problems) from None
 
 
-def _unusable(
-    path: Path, problem: str, expected: str, kind: type[CheckpointError] = CheckpointError
-) -> CheckpointError:
-    return kind(f"{path}: found {problem}, expected {expected}", path=str(path), problems=[problem])
-
-
 class Folder:
-    """An open folder; its files are opened relative to its descriptor and not by path.
+    """An open folder; its files are opened relative to its descriptor and not by path. A context manager.
 
     Args:
         path: the folder; it may itself be a link.
@@ -224,13 +244,13 @@ class Folder:
         self.path = Path(path)
         self._descriptor: int | None = None
         if not self.path.is_dir():
-            found = "a file" if self.path.exists() else "nothing"
-            raise _unusable(self.path, found, "a folder with weights; give the folder that contains model.safetensors")
+            found = "found a file" if self.path.exists() else "found nothing"
+            raise refused(self.path, found, "a folder with weights; give the folder that contains model.safetensors")
         if _DIRECTORY and os.open in os.supports_dir_fd:
             try:
-                self._descriptor = os.open(self.path, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
+                self._descriptor = os.open(self.path, _READ | _DIRECTORY)
             except OSError as error:
-                raise _unusable(self.path, str(error.strerror), "a folder that may be read") from error
+                raise refused(self.path, f"{error.strerror}", "a folder that may be read") from error
 
     def close(self) -> None:
         """Release the folder; closing twice is harmless."""
@@ -263,19 +283,18 @@ class Folder:
         """
         if (fault := plain_name_fault(name)) is not None:
             expected = "the plain name of a file in the same folder; do not use this folder unless you know who made it"
-            raise _unusable(self.path, f"the file name {printable(str(name))}, {fault}", expected, UnsafeFileError)
+            found = f"found the file name {printable(str(name))}, {fault}"
+            raise refused(self.path, found, expected, kind=UnsafeFileError)
         where = self.path / name
         try:
             descriptor = self._open_entry(name)
         except OSError as error:
-            found = {errno.ENOENT: "no such file", errno.ENXIO: "a socket or a pipe"}.get(error.errno or 0)
-            found = error.strerror if found is None or error.filename is None else found
             expected = "a file that can be read; complete the download or the copy of the folder"
-            raise _unusable(where, str(found or type(error).__name__), expected) from error
+            raise refused(where, error.strerror or type(error).__name__, expected) from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             expected = "a regular file; replace it by the file itself"
-            raise _unusable(where, "a folder, pipe, socket or device", expected, UnsafeFileError)
+            raise refused(where, "found a folder, pipe, socket or device", expected, kind=UnsafeFileError)
         return descriptor
 
     def read(self, name: str, limit: int) -> bytes:
@@ -283,20 +302,19 @@ class Folder:
         with os.fdopen(self.open(name), "rb") as file:
             data = file.read(limit + 1)
         if len(data) > limit:
-            raise _unusable(self.path / name, "a larger file", f"at most {limit:,} bytes; check the file")
+            raise refused(self.path / name, "found a larger file", f"at most {limit:,} bytes; check the file")
         return data
 
     def _open_entry(self, name: str) -> int:
-        flags = os.O_RDONLY | _NONBLOCK | _CLOEXEC | _BINARY
         if self._descriptor is None:
             path = self.path / name
-            return os.open(self._follow(name) if path.is_symlink() else path, flags)
+            return os.open(self._follow(name) if path.is_symlink() else path, _READ | _NONBLOCK)
         try:
-            return os.open(name, flags | _NOFOLLOW, dir_fd=self._descriptor)
+            return os.open(name, _READ | _NONBLOCK | _NOFOLLOW, dir_fd=self._descriptor)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EMLINK):
                 raise
-        return os.open(self._follow(name), flags)
+        return os.open(self._follow(name), _READ | _NONBLOCK)
 
     def _follow(self, name: str) -> Path:
         """Return where the link ``name`` leads, if inside the folder or in the blobs of its Hub cache."""
@@ -312,13 +330,10 @@ class Folder:
         blobs = [(above.parent / "blobs").resolve() for above in home.parents if above.name == "snapshots"]
         if target.is_relative_to(home) or target.parent in blobs:
             return target
-        raise UnsafeFileError(
-            f"{link}: is a link to {target}, outside the folder; expected a file of the folder, or of "
-            f"the adjacent blobs of a Hub cache; copy the file into the folder",
-            path=str(link),
-            problems=[f"link to {target}"],
-            target=str(target),
-        )
+        raise _outside(link, target)
+
+
+# ---- checks of paths before anything is read or written ----------------------------------------------------
 
 
 def holds_adapter(name_or_path: Any) -> bool:
@@ -336,32 +351,17 @@ def local_folder(name_or_path: Any) -> Path | None:
 
 
 def expect_tokenizer(name_or_path: Any, task: str) -> None:
-    """Refuse a local folder without a tokenizer before its weights or any texts are read, which may take minutes.
-
-    Args:
-        name_or_path: as of `lacks_tokenizer`.
-        task: the task that needs a tokenizer, for the message.
-
-    Raises:
-        PredictError: the folder lacks a tokenizer.
-    """
+    """Raise a PredictError for a local folder without a tokenizer before its weights or any texts are read."""
     if lacks_tokenizer(name_or_path):
         raise no_tokenizer(task)
 
 
 def lacks_tokenizer(name_or_path: Any) -> bool:
-    """Return whether a local folder has a configuration and no vocabulary file, in the folder or directly below.
-
-    Args:
-        name_or_path: the name to load; False for names of the Hub and for models.
-    """
+    """Return whether a local folder has a configuration and no vocabulary file, in the folder or directly below."""
     path = local_folder(name_or_path)
     if path is None or not os.path.lexists(path / CONFIG_NAME):
         return False
     return not is_vocabulary_in(path) and not vocabularies_below(path)
-
-
-MAX_NAME_BYTES = 255  # of one segment of a path, on every usual file system
 
 
 def path_fault(path: str | os.PathLike[str]) -> str | None:
@@ -369,18 +369,14 @@ def path_fault(path: str | os.PathLike[str]) -> str | None:
     text = os.fspath(path)
     if not isinstance(text, str):
         return "it is bytes, not text"
-    if "\0" in text:
-        return "it contains a NUL character"
     try:
-        sizes = [len(os.fsencode(part)) for part in Path(text).parts]
+        longest = max((len(os.fsencode(part)) for part in Path(text).parts), default=0)
     except UnicodeEncodeError:
         return "it contains a lone surrogate"
-    if max(sizes, default=0) > MAX_NAME_BYTES:
-        return f"a name in it has {max(sizes):,} bytes, more than {MAX_NAME_BYTES}"
-    for parent in Path(text).absolute().parents:
-        if os.path.lexists(parent):
-            return None if os.path.isdir(parent) else f"{parent} is not a folder"
-    return None
+    if "\0" in text or longest > _MAX_NAME:
+        return f"it contains a NUL character, or a name of more than {_MAX_NAME} bytes"
+    parent = next((parent for parent in Path(text).absolute().parents if os.path.lexists(parent)), None)
+    return None if parent is None or os.path.isdir(parent) else f"{parent} is not a folder"
 
 
 def expect_file(path: str | os.PathLike[str]) -> None:
@@ -391,23 +387,18 @@ def expect_file(path: str | os.PathLike[str]) -> None:
     """
     if os.path.isfile(path):  # False for impossible paths, for which Path.is_file raises
         return
-    if os.path.exists(path) and not os.path.isdir(path):
-        found = "found a pipe or a device, expected a file that can be read again. Write it to a file first."
-        raise DataError(f"{os.fspath(path)}: {found}", path=os.fspath(path))
     folder, name = (path, "") if os.path.isdir(path) else os.path.split(path)
-    folder = folder or os.curdir
     names: list[str] = []
-    with contextlib.suppress(OSError, ValueError), os.scandir(folder) as entries:
+    with contextlib.suppress(OSError, ValueError), os.scandir(folder or os.curdir) as entries:
         names = sorted(entry.name for entry in entries if entry.is_file())
-    near = nearest(name, names).removeprefix(", did you mean ").removesuffix("?") if name else ""
-    has = near or (f"{names[:5]}" if names else "no files")
     if not name:
-        found = f"is a folder with {has}"
-    elif os.path.isdir(folder):
-        found = f"no such file; the folder has {has}"
+        found = f"is a folder with {names[:5] or 'no files'}"
+    elif os.path.exists(path):
+        found = "found a pipe or a device"
     else:
-        found = "no such file; its folder does not exist either"
-    raise DataError(f"{os.fspath(path)}: {found}, expected a file. Correct the path.", path=os.fspath(path))
+        found = f"no such file{nearest(name, names)}; the folder has {names[:5] or 'no files'}"
+    expected = "a file that can be read again. Correct the path, or write the data to a file first"
+    raise refused(path, found, expected, kind=DataError)
 
 
 def expect_writable(path: str | os.PathLike[str]) -> None:
@@ -420,15 +411,13 @@ def expect_writable(path: str | os.PathLike[str]) -> None:
         DataError: the nearest existing folder above it is not writable.
     """
     folder = os.path.abspath(path)
-    while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
-        if os.path.lexists(folder) and folder != os.path.abspath(path):
-            raise DataError(f"{os.fspath(path)}: {folder} is a file, expected a folder to write into", path=folder)
+    while not os.path.lexists(folder) and os.path.dirname(folder) != folder:
+        folder = os.path.dirname(folder)
+    if folder == os.path.abspath(path) and not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as fault:
-        raise DataError(
-            f"{os.fspath(path)}: cannot write in {folder} ({fault.strerror or fault}), expected a writable folder. "
-            "Check its permissions, or name another output.",
-            path=folder,
-        ) from None
+        found = f"cannot write in {folder} ({fault.strerror or fault})"
+        advice = "a writable folder. Check its permissions, or name another output"
+        raise refused(path, found, advice, kind=DataError) from None

@@ -5,34 +5,27 @@ Decides the handling of label tables with gaps, of numbers that contradict them,
 
 from __future__ import annotations
 
+import copy
 import json
-import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flodl.errors import ConfigError, printable, shown
-from flodl_hf.checkpoints.folders import ADAPTER_CONFIG, CONFIG_NAME, is_entry, read_member
+from flodl_hf.checkpoints.folders import ADAPTER_CONFIG, CONFIG_NAME, is_entry, read_member, refused
 from flodl_hf.errors import PredictError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_CONFIG_BYTES = 1_000_000  # the largest on the Hub are label lists of some ten thousand entries
-_MOST_DIGITS = 400  # more than the largest float has
-_MOST_LEVELS = 100  # those on the Hub have less than ten
-
+_MOST_DIGITS = 300  # less than the largest float has
 
 # Other kinds of folders without config.json.
 _ANOTHERS = {
-    "gliner_config.json": (
-        "By gliner_config.json this is GLiNER, another architecture, which finds spans of any label; its own library "
-        "runs it. "
-    ),
+    "gliner_config.json": "By gliner_config.json this is GLiNER, another architecture; its own library runs it. ",
     ADAPTER_CONFIG: (
         f"By {ADAPTER_CONFIG} this is an adapter; `flodl-hf merge BASE ADAPTER --out DIR` writes a whole model. "
     ),
@@ -47,131 +40,45 @@ def config_text_of(folder: Path) -> str:
     """
     path = folder / CONFIG_NAME
     if not is_entry(folder, CONFIG_NAME):
-        another = next((said for name, said in _ANOTHERS.items() if is_entry(folder, name)), "")
+        another = next((hint for name, hint in _ANOTHERS.items() if is_entry(folder, name)), "")
         present = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
-        raise ConfigError(
-            f"{path} does not exist; expected the configuration of a Hugging Face model. The folder contains: "
-            f"{', '.join(present) or 'nothing'}. {another}Give the folder of config.json and the weights.",
-            where=str(path),
-            problems=["config.json"],
-        )
+        found = f"does not exist. The folder contains: {', '.join(present) or 'nothing'}. {another}It is needed"
+        expected = "the configuration of a Hugging Face model. Give the folder of config.json and the weights"
+        raise refused(path, found, expected, problems=[CONFIG_NAME], kind=ConfigError)
     data = read_member(folder, CONFIG_NAME, MAX_CONFIG_BYTES, ConfigError)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as fault:
-        raise ConfigError(
-            f"{path}: not UTF-8 text at byte {fault.start}; expected JSON in UTF-8. Save it so, or fetch it again.",
-            where=str(path),
-            problems=["encoding"],
-        ) from None
+        found = f"not UTF-8 text at byte {fault.start}"
+        raise refused(path, found, "JSON in UTF-8", problems=["encoding"], kind=ConfigError) from None
 
 
-@dataclass(frozen=True)
-class _NoNumber:
-    """Placeholder for an invalid number until its key is known."""
-
-    why: str
-
-
-def _whole_number(digits: str) -> Any:
-    # Python refuses to read longer ones, without reporting their position.
-    return int(digits) if len(digits) <= _MOST_DIGITS else _NoNumber(f"a number of {len(digits):,} digits")
-
-
-@dataclass
-class Odd:
-    """Deviations from JSON that Python's reader, and so transformers, accepts.
-
-    Attributes:
-        twice: duplicate keys of one table, at any depth; the last of them counts.
-        not_finite: top-level keys with a NaN or an infinity in their value.
-    """
-
-    twice: list[str] = field(default_factory=list)
-    not_finite: list[str] = field(default_factory=list)
-
-
-def _holds_no_number(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_no_number, value.values()))
-    if isinstance(value, list):
-        return any(map(_holds_no_number, value))
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _is_deep(value: Any) -> bool:
-    """Return whether tables and lists are nested deeper than recursive functions can follow."""
-    level = [value]
-    for _ in range(_MOST_LEVELS):
-        inside = (part.values() if isinstance(part, dict) else part for part in level)
-        level = [one for values in inside for one in values if isinstance(one, (dict, list))]
-        if not level:
-            return False
-    return True
-
-
-def read_json(text: str | bytes, path: str, odd: Odd | None = None) -> dict[str, Any]:
-    """Return the object in ``text``, read strictly.
+def read_json(text: str | bytes, path: str) -> dict[str, Any]:
+    """Return the object in ``text``; of a duplicate key the last counts, as in transformers.
 
     Args:
         text: the JSON.
         path: its name, for messages.
-        odd: receives duplicate keys and keys with NaN, which are refused without it.
 
     Raises:
-        ConfigError: too large, not UTF-8, not JSON, not an object, a duplicate key, NaN, or nested too deeply.
+        ConfigError: too large, not UTF-8, not JSON, not an object, or nested too deeply.
     """
-
-    def fault(problem: str) -> ConfigError:
-        return ConfigError(
-            f"{path}: {problem}; expected a JSON object. Fetch the file again or correct it.",
-            where=path,
-            problems=[problem],
-        )
-
-    if len(text) > MAX_CONFIG_BYTES:
-        raise fault(f"{len(text)} bytes, above the limit of {MAX_CONFIG_BYTES}")
-    if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise fault(f"not UTF-8 text at byte {error.start}") from None
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(items)
-        if len(result) != len(items):
-            twice = [name for name, times in Counter(name for name, _ in items).items() if times > 1]
-            if odd is None:
-                raise fault(f"key {printable(twice[0])} is present twice")
-            odd.twice += [name for name in twice if name not in odd.twice]
-        for name, value in items:
-            for part in value if isinstance(value, list) else (value,):
-                if isinstance(part, _NoNumber):
-                    raise fault(f"{printable(name)} is {part.why}")
-        return result
-
-    def no_number(word: str) -> Any:
-        return _NoNumber(f"{word}, which JSON does not have") if odd is None else float(word)
-
     try:
+        if len(text) > MAX_CONFIG_BYTES:
+            raise ValueError(f"{len(text)} bytes, above the limit of {MAX_CONFIG_BYTES}")
+        # Python refuses to read very long integers; as floats they are infinite, which no key accepts.
         value = json.loads(
-            text,
-            object_pairs_hook=pairs,
-            parse_constant=no_number,
-            parse_int=_whole_number,
+            text if isinstance(text, str) else text.decode("utf-8"),
+            parse_int=lambda digits: int(digits) if len(digits) <= _MOST_DIGITS else float(digits),
         )
-    except ConfigError:
-        raise
-    except RecursionError:
-        raise fault("nested too deeply") from None
-    except ValueError as error:
-        raise fault(f"not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise fault(f"a JSON {type(value).__name__}")
-    if _is_deep(value):
-        raise fault("nested too deeply")
-    if odd is not None and ("NaN" in text or "Infinity" in text):
-        odd.not_finite += [name for name, one in value.items() if _holds_no_number(one)]
+        if not isinstance(value, dict):
+            raise ValueError(f"a JSON {type(value).__name__}")
+        copy.deepcopy(value)  # recursive functions can follow it
+    except (ValueError, RecursionError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        found = f"not JSON that can be used ({problem})"
+        expected = "a JSON object. Fetch the file again or correct it"
+        raise refused(path, found, expected, problems=[problem], kind=ConfigError) from None
     return value
 
 
@@ -239,31 +146,6 @@ def label_names(
     return [by_id.get(i, f"LABEL_{i}") for i in range(size)]
 
 
-def renamed(
-    labels: Sequence[str], thresholds: Mapping[str, float] | None, names: Mapping[int, str]
-) -> tuple[tuple[str, ...], dict[str, float] | None]:
-    """Return labels and thresholds under other names.
-
-    Args:
-        labels: the labels in the order of their ids.
-        thresholds: thresholds by label, if there are any.
-        names: the new names by id.
-
-    Raises:
-        ConfigError: the ids are not those of the labels.
-    """
-    numbered = {int(number): str(name) for number, name in names.items()}
-    if sorted(numbered) != list(range(len(labels))):
-        raise ConfigError(
-            f"id2label: found the ids {sorted(numbered)[:20]}, expected 0 to {len(labels) - 1}. Pass num_labels= or "
-            "id2label= to from_pretrained for another number of labels.",
-            problems=["id2label"],
-        )
-    new = {label: numbered[number] for number, label in enumerate(labels)}
-    kept = None if thresholds is None else {new[label]: value for label, value in thresholds.items()}
-    return tuple(numbered[number] for number in sorted(numbered)), kept
-
-
 LABEL_THRESHOLDS = "label_thresholds"
 """The key: a table of numbers from 0 to 1 by label name."""
 
@@ -278,7 +160,8 @@ def thresholds_of(stated: Any, labels: Sequence[str], notes: list[str]) -> dict[
     """
     if stated is None:
         return None
-    if isinstance(stated, Mapping) and set(stated) == set(labels) and all(map(_is_share, stated.values())):
+    values = list(stated.values()) if isinstance(stated, Mapping) and set(stated) == set(labels) else [None]
+    if all(type(value) in (int, float) and 0 <= value <= 1 for value in values):
         return {name: float(stated[name]) for name in labels}
     notes.append(
         f"{LABEL_THRESHOLDS}: found {shown(stated, 60)}; expected a number from 0 to 1 for each of the labels; predict "
@@ -299,30 +182,18 @@ def tuned_thresholds(
 
     Raises:
         PredictError: the string is not "tuned", the model stores none, or the scores use another function than the
-        one that the thresholds were chosen for.
+            one that the thresholds were chosen for.
     """
-    if threshold != "tuned":
-        raise PredictError(
-            f"predict: threshold={printable(threshold, 40)}; expected a number, numbers by label, or 'tuned'",
-            threshold=threshold,
-        )
-    if thresholds is None:
-        raise PredictError(
-            "predict: threshold='tuned', but this model stores none; expected label_thresholds in config.json. "
-            "finetune(tune_thresholds=True) chooses them on held-out data; or give a number",
-            threshold=threshold,
-        )
-    if function_to_apply is not None:
-        raise PredictError(
-            f"predict: function_to_apply={function_to_apply!r} with threshold='tuned'; the thresholds were chosen for "
-            "the scores of the configured function; omit it, or give custom numbers",
-            function_to_apply=function_to_apply,
-        )
-    return thresholds
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+    if threshold == "tuned" and thresholds is not None and function_to_apply is None:
+        return thresholds
+    function = "" if function_to_apply is None else f" with function_to_apply={function_to_apply!r}"
+    raise PredictError(
+        f"predict: threshold={printable(threshold, 40)}{function}; expected a number, numbers by label, or 'tuned' for "
+        f"a model with {LABEL_THRESHOLDS} in config.json and the scores that they were chosen for. "
+        "finetune(tune_thresholds=True) stores them",
+        threshold=threshold,
+        function_to_apply=function_to_apply,
+    )
 
 
 ACTIVATIONS = (

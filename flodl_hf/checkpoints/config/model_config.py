@@ -7,7 +7,6 @@ text is stored, so that export writes it back and patches only the changes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from difflib import get_close_matches
@@ -19,17 +18,15 @@ from flodl.errors import ConfigError, nearest, printable, shown
 from flodl_hf.checkpoints.config.file import (
     LABEL_THRESHOLDS,
     PROBLEM_TYPES,
-    Odd,
     activation_changes,
     config_text_of,
     label_names,
     read_json,
-    renamed,
     stored_activation,
     thresholds_of,
     without_unknown_problem,
 )
-from flodl_hf.checkpoints.folders import CONFIG_NAME, WEIGHTS_KEY
+from flodl_hf.checkpoints.folders import CONFIG_NAME
 from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.keywords import CONFIG, accept_keywords
 from flodl_hf.families import match_config, model_types, named, row_of
@@ -45,19 +42,10 @@ _SHARED_ROWS = (
     Row("tie_words", "tie_word_embeddings", boolean(), True),
 )
 # Names from other libraries that are not misspellings of ours.
-_OTHERS = {
-    "xlnet": "XLNet", "longformer": "Longformer", "big-bird": "BigBird", "xlm": "XLM", "neobert": "NeoBERT",
-    "mobilebert": "MobileBERT", "megatron-bert": "Megatron-BERT", "squeezebert": "SqueezeBERT", "flaubert": "FlauBERT",
-    "funnel": "Funnel", "gliner": "GLiNER, which finds spans of any label", "gliclass": "GLiClass",
-    "convbert": "ConvBERT", "rembert": "RemBERT", "ibert": "I-BERT", "luke": "LUKE", "layoutlm": "LayoutLM",
-    "gpt2": "GPT-2, which generates text", "t5": "T5, which generates text", "bart": "BART, which generates text",
-    "llama": "Llama, which generates text", "qwen2": "Qwen2, which generates text",
-}  # fmt: skip
-# Keys that are read in addition to a family's rows.
-_READ = frozenset((
-    "id2label", "label2id", "num_labels", "model_type", "architectures", "auto_map", "dtype", "torch_dtype",
-    "initializer_range", LABEL_THRESHOLDS, WEIGHTS_KEY,
-))  # fmt: skip
+_OTHERS = (
+    "xlnet", "longformer", "big-bird", "xlm", "neobert", "mobilebert", "megatron-bert", "squeezebert", "flaubert",
+    "funnel", "gliner", "gliclass", "convbert", "rembert", "ibert", "luke", "layoutlm",
+)  # fmt: skip
 _LABEL_KEYS = ("id2label", "label2id", "num_labels")
 
 
@@ -127,17 +115,15 @@ class ModelConfig:
             ConfigError: not JSON, an unknown ``model_type``, or values that are missing, wrong or not
                 understood; all faults are listed at once in ``problems``.
         """
-        odd = Odd()
-        source = read_json(text, where, odd)
         return cls.from_dict(
-            source, where=where, text=text, ignore_config_keys=ignore_config_keys, strict_config=strict_config, odd=odd
-        )
+            read_json(text, where), where=where, text=text, ignore_config_keys=ignore_config_keys,
+            strict_config=strict_config,
+        )  # fmt: skip
 
     @classmethod
     def from_dict(
         cls, source: Mapping[str, Any], *, where: str = "config", text: str | None = None,
         ignore_config_keys: Sequence[str] = (), strict_config: bool = False, whole: bool = False,
-        odd: Odd | None = None,
     ) -> ModelConfig:  # fmt: skip
         """Return the configuration that a mapping describes; see `from_text`.
 
@@ -148,7 +134,6 @@ class ModelConfig:
             ignore_config_keys: unsupported keys to ignore.
             strict_config: as of `from_text`.
             whole: every size has to be stated.
-            odd: deviations of the text from JSON.
         """
         family = family_of(source, where)
         problems: list[str] = []
@@ -165,18 +150,10 @@ class ModelConfig:
         notes: list[str] = []
         labels = label_names(source, problems, notes, overruled)
         thresholds, activation = thresholds_of(source.get(LABEL_THRESHOLDS), labels, notes), stored_activation(source)
-        oddities = _odd_keys(odd or Odd(), source, family, problems, ignore_config_keys, strict=strict_config)
-        triage = Triage(
-            (*family.rows, *_SHARED_ROWS),
-            (*family.ignored_keys, *COMMON_IGNORED_KEYS),
-            FOREIGN,
-            row_of,
-            _LABEL_KEYS,
-            overruled,
-        )
+        ignored = (*family.ignored_keys, *COMMON_IGNORED_KEYS)
+        triage = Triage((*family.rows, *_SHARED_ROWS), ignored, FOREIGN, row_of, _LABEL_KEYS, overruled)
         notes += triage(source, fields, problems, ignore_config_keys, strict=strict_config)
         notes += [f"{said}; it is ignored, as by transformers" for said in overruled or ()]
-        notes += oddities
         notes += [f"{key}: absent, taken as {value}, as by transformers" for key, value in left_out.items()]
         if not problems:
             _consistent(fields, source, family.rows, problems)
@@ -188,7 +165,7 @@ class ModelConfig:
             raise refuse([str(fault)], where, family.model_type) from None
         return cls(
             family, encoder, labels, label_thresholds=thresholds, score_activation=activation,
-            source=dict(source), text=text, where=where, notes=notes, overruled=(*(overruled or ()), *oddities),
+            source=dict(source), text=text, where=where, notes=notes, overruled=overruled or (),
             left_out=left_out, **shared,
         )  # fmt: skip
 
@@ -245,7 +222,15 @@ class ModelConfig:
 
     @id2label.setter
     def id2label(self, names: Mapping[int, str]) -> None:
-        self.labels, self.label_thresholds = renamed(self.labels, self.label_thresholds, names)
+        new = {int(number): str(name) for number, name in names.items()}
+        if sorted(new) != list(range(len(self.labels))):
+            found = f"id2label: found the ids {sorted(new)[:20]}, expected 0 to {len(self.labels) - 1}"
+            advice = "Pass num_labels= or id2label= to from_pretrained for another number of labels."
+            raise ConfigError(f"{found}. {advice}", problems=["id2label"])
+        if self.label_thresholds is not None:
+            renamed = {label: new[number] for number, label in enumerate(self.labels)}
+            self.label_thresholds = {renamed[label]: value for label, value in self.label_thresholds.items()}
+        self.labels = tuple(new[number] for number in range(len(new)))
 
     @property
     def label2id(self) -> dict[str, int]:
@@ -433,41 +418,15 @@ def family_of(source: Mapping[str, Any], name: str) -> Family:
     if (family := match_config(source) or named(model_type)) is not None:
         return family
     known = model_types()
-    found = "is missing" if model_type is None else f"is {printable(str(model_type), 60)}"
-    hint, other = "", None
-    if isinstance(model_type, str):
-        # A registered name is no misspelling: modernbert is near camembert in letters alone.
-        other = _OTHERS.get(model_type.replace("_", "-"))
-        close = get_close_matches(model_type, known, n=1, cutoff=0.8)
-        hint = f", did you mean {close[0]!r}?" if close and other is None else ""
-    what = f" That is {other}, another architecture." if other else ""
-    raise ConfigError(
-        f"{name}: model_type {found}{hint}; expected one of {', '.join(known)}.{what} "
-        "Other architectures run in transformers. One that differs little from a family of this list can be added: "
-        "flodl_hf.families.register(FAMILY).",
-        where=name,
-        problems=["model_type"],
-        known=known,
+    word = "" if model_type is None else str(model_type)
+    close = [] if word.replace("_", "-") in _OTHERS else get_close_matches(word, known, n=1, cutoff=0.8)
+    hint = f", did you mean {close[0]!r}?" if close else ""
+    found = f"model_type {f'is {printable(word, 60)}' if word else 'is missing'}{hint}"
+    expected = (
+        f"one of {', '.join(known)}. Other architectures run in transformers. One that differs little from a family of "
+        "this list can be added: flodl_hf.families.register(FAMILY)"
     )
-
-
-def _odd_keys(
-    odd: Odd, source: Mapping[str, Any], family: Family, problems: list[str], ignore: Sequence[str], *, strict: bool
-) -> list[str]:
-    """Return notes on duplicate keys and NaN in unread keys; in other keys they are added to the problems."""
-    read = _READ | {key for row in (*family.rows, *_SHARED_ROWS) for key in (row.key, *row.aliases)}
-    twice = [f"{printable(key, 60)} is present twice; the last one is used" for key in odd.twice]
-    wrong = [key for key in odd.not_finite if key not in ignore and (key in read or strict)]
-    told = tuple(f"{key}: found" for key in wrong)  # by a row, in other words
-    problems[:] = [line for line in problems if not line.startswith(told)]
-    for key in wrong:
-        found = json.dumps(source[key]) if isinstance(source[key], float) else "NaN or Infinity in it"
-        problems.append(f"{printable(key, 60)}: found {found}, which JSON does not have; expected finite numbers")
-    if strict:
-        problems += [f"{printable(key, 60)} is present twice; expected each key once" for key in odd.twice]
-        twice = []
-    unread = [key for key in odd.not_finite if key not in wrong]
-    return twice + [f"{printable(key, 60)}: contains NaN or Infinity, and nothing reads it" for key in unread]
+    raise refused(name, found, expected, problems=["model_type"], kind=ConfigError, known=known)
 
 
 def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], rows: Sequence[Row], problems: list[str]) -> None:
