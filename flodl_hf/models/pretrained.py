@@ -225,7 +225,7 @@ def _load(
     if warming is not None:
         warming.wait()
     if held is not None:
-        held.check()
+        held()
     return model
 
 

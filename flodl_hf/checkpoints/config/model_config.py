@@ -26,7 +26,7 @@ from flodl_hf.checkpoints.config.file import (
     thresholds_of,
     without_unknown_problem,
 )
-from flodl_hf.checkpoints.folders import CONFIG_NAME
+from flodl_hf.checkpoints.folders import CONFIG_NAME, refused
 from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.keywords import CONFIG, accept_keywords
 from flodl_hf.families import match_config, model_types, named, row_of

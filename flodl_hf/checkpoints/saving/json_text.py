@@ -9,7 +9,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from flodl.errors import printable
+from flodl_hf.checkpoints.folders import refused
 from flodl_hf.errors import ExportError
+
+_WHAT = "JSON text to be changed"
 
 
 def patch_json(source_text: str, changes: Mapping[str, Any], *, remove: Collection[str] = ()) -> str:
@@ -31,20 +34,15 @@ def patch_json(source_text: str, changes: Mapping[str, Any], *, remove: Collecti
     try:
         source = json.loads(source_text)
     except (ValueError, RecursionError) as error:
-        raise _refused(f"not JSON ({error})") from error
+        raise refused(_WHAT, f"not JSON ({error})", "one object", kind=ExportError) from error
     if not isinstance(source, dict):
-        raise _refused(f"a JSON {type(source).__name__}")
+        raise refused(_WHAT, f"a JSON {type(source).__name__}", "one object", kind=ExportError)
     table = {key: value for key, value in source.items() if key not in remove} | dict(changes)
-    for key, value in changes.items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ExportError(
-                f"JSON key {printable(key)}: found {printable(repr(value))}, expected a value "
-                f"that JSON can represent ({error}); give numbers, texts, lists and tables",
-                problems=[str(error)],
-                key=key,
-            ) from error
+    try:
+        json.dumps(changes, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        found = f"values that JSON does not have ({error})"
+        raise refused(_WHAT, found, "numbers, texts, lists and tables", kind=ExportError) from error
     if json.dumps(table) == json.dumps(source):
         return source_text
     json.loads(source_text, parse_float=_finite)
@@ -65,11 +63,5 @@ def _finite(digits: str) -> float:
     """Refuse a number that would be written as the constant Infinity."""
     value = float(digits)
     if math.isinf(value):
-        raise _refused(f"the number {printable(digits)}, which is too large")
+        raise refused(_WHAT, f"the number {printable(digits)}, which is too large", "one object", kind=ExportError)
     return value
-
-
-def _refused(problem: str) -> ExportError:
-    return ExportError(
-        f"JSON text to be changed: {problem}; expected one object; fix the source file", problems=[problem]
-    )

@@ -22,10 +22,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from flodl.errors import capped, printable
+from flodl.errors import FlodlError, capped, printable
 from flodl.files import lock, make_folders, sync_folder
 from flodl_hf.checkpoints import system
-from flodl_hf.checkpoints.folders import TOKENIZER_FILES, WEIGHT_PATTERNS, matching, path_fault
+from flodl_hf.checkpoints.folders import TOKENIZER_FILES, WEIGHT_PATTERNS, matching, path_fault, refused
 from flodl_hf.errors import ExportError
 
 GENERATOR = "generator"
@@ -101,11 +101,7 @@ def publish_folder(
     """
     fault = path_fault(target)
     if fault is not None:
-        raise ExportError(
-            f"{printable(str(target), 400)}: no folder can have this path, because {fault}; choose another",
-            path=str(target),
-            problems=[fault],
-        )
+        raise refused(printable(str(target), 400), fault, "the path of a folder", kind=ExportError)
     place = Path(os.path.abspath(target))
     _check_target(place, overwrite, replaceable)
     made: list[Path] = []
@@ -130,7 +126,7 @@ def publish_folder(
             stage.clear()
     except OSError as error:
         # The size is no reason where the folder above cannot be made.
-        raise _refused(place, error, needed_bytes if place.parent.is_dir() else 0) from error
+        raise _unwritable(place, error, needed_bytes if place.parent.is_dir() else 0) from error
     finally:
         if not published:
             for parent in made:
@@ -140,39 +136,27 @@ def publish_folder(
 
 
 def _check_target(target: Path, overwrite: bool, replaceable: Callable[[str], bool]) -> None:
-    def refuse(problem: str, todo: str, problems: list[str] | None = None) -> ExportError:
-        return ExportError(
-            f"{target}: found {problem}, expected a new or empty folder; {todo}",
-            path=str(target),
-            problems=problems or [problem],
-        )
-
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        raise refuse("a path that runs through a file", "choose another folder") from None
-    if stat.S_ISLNK(mode):
-        raise refuse(f"a link to {os.readlink(target)}", "give the folder that it leads to")
-    if not stat.S_ISDIR(mode):
-        raise refuse("a file", "choose another name, or remove the file")
-    if os.path.ismount(target):
-        raise refuse("a mount point", "choose a folder inside it")
-    if Path.cwd().is_relative_to(target.resolve()):
+        mode = stat.S_IFREG  # the path runs through a file
+    files = sorted(_files(target)) if stat.S_ISDIR(mode) else []
+    strange = [printable(name) for name in files if not replaceable(name)]
+    if not stat.S_ISDIR(mode) or os.path.ismount(target):
+        found, todo = "found a file, a link or a mount point", "choose another name"
+    elif Path.cwd().is_relative_to(target.resolve()):
         # An exchanged folder is deleted, and the process must not be inside it.
-        raise refuse("the current folder, or one above it", "choose a folder inside it, or start elsewhere")
-    files = sorted(_files(target))
-    if files and not overwrite:
-        raise refuse(f"a folder with {len(files)} files", "choose another, or allow it: overwrite=True")
-    strange = [name for name in files if not replaceable(name)]
-    if strange:
-        shown = [printable(name) for name in strange]
-        raise refuse(
-            f"{len(strange)} files that do not belong to a model:\n{capped(shown, 8)}\n",
-            "overwriting would delete them; move them away, or choose another folder",
-            shown,
-        )
+        found, todo = "found the current folder, or one above it", "choose a folder inside it, or start elsewhere"
+    elif files and not overwrite:
+        found, todo = f"found a folder with {len(files)} files", "choose another, or allow it: overwrite=True"
+    elif strange:
+        found = f"found {len(strange)} files that do not belong to a model:\n{capped(strange, 8)}\n"
+        todo = "overwriting would delete them; move them away, or choose another folder"
+    else:
+        return
+    raise refused(target, found, f"a new or empty folder; {todo}", problems=strange, kind=ExportError)
 
 
 def _files(folder: Path) -> list[str]:
@@ -199,36 +183,23 @@ def check_space(target: Path, needed: int) -> None:
     """
     free = shutil.disk_usage(next(folder for folder in target.absolute().parents if folder.is_dir())).free
     if needed > free:
-        raise ExportError(
-            f"{target}: needs {needed:,} bytes, found {free:,} free; expected room for the whole new folder "
-            f"in addition to the old one; free some space, or choose another disk",
-            path=str(target),
-            problems=["not enough space"],
-            needed_bytes=needed,
-            free_bytes=free,
-        )
+        found = f"needs {needed:,} bytes, found {free:,} free"
+        expected = "room for the whole new folder in addition to the old one; free some space, or choose another disk"
+        details = {"needed_bytes": needed, "free_bytes": free}
+        raise refused(target, found, expected, problems=["not enough space"], kind=ExportError, **details)
 
 
-def _refused(target: Path, error: OSError, needed: int) -> ExportError:
+def _unwritable(target: Path, error: OSError, needed: int) -> FlodlError:
     try:
         free = shutil.disk_usage(target.parent).free
     except OSError:
         free = 0
     at = f" at {error.filename}" if error.filename else ""
-    if error.errno in _DISK_FULL:
-        todo = "free some space, raise the limit, or choose another disk"
-    else:
-        todo = "check that the folder above may be written"
     need = f", {needed:,} needed" if needed else ""
-    return ExportError(
-        f"{target}: cannot be written: {error.strerror or error}{at} ({free:,} bytes free{need}); "
-        f"expected to write a folder and rename it; nothing was changed; {todo}",
-        path=str(target),
-        problems=[str(error)],
-        needed_bytes=needed,
-        free_bytes=free,
-        errno=error.errno,
-    )
+    found = f"cannot be written: {error.strerror or error}{at} ({free:,} bytes free{need}); nothing was changed"
+    todo = "free space" if error.errno in _DISK_FULL else "a folder above that may be written"
+    details = {"needed_bytes": needed, "free_bytes": free, "errno": error.errno}
+    return refused(target, found, todo, problems=[str(error)], kind=ExportError, **details)
 
 
 class _Stage:
@@ -239,12 +210,9 @@ class _Stage:
     """
 
     def __init__(self, target: Path) -> None:
-        self._place = target
-        self.folder = self._named()
+        self._stem = f".{target.name[:180]}.stage-"
+        self.folder = target.with_name(self._stem + secrets.token_hex(8))
         self._lock: _Held | None = None
-
-    def _named(self) -> Path:
-        return self._place.with_name(f".{self._place.name[:180]}.stage-{secrets.token_hex(8)}")
 
     def make(self) -> None:
         """Make and lock it."""
@@ -258,7 +226,7 @@ class _Stage:
                 if self._lock.holds(self.folder):
                     return
                 self._lock.close()
-            self.folder = self._named()
+            self.folder = self.folder.with_name(self._stem + secrets.token_hex(8))
 
     def clear(self) -> None:
         """Remove it and let go of its lock."""

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from flodl.checkpoint.tensor_bytes import bytes_of
 from flodl.errors import capped, printable
 from flodl.safetensors_header import name_fault
-from flodl_hf.checkpoints.folders import SAFETENSORS, SAFETENSORS_INDEX
+from flodl_hf.checkpoints.folders import SAFETENSORS, SAFETENSORS_INDEX, refused
 from flodl_hf.checkpoints.weights.checksums import compare_files
 from flodl_hf.checkpoints.weights.manifest import DTYPE_NAMES, DTYPES, SourceManifest
 from flodl_hf.errors import ExportError
@@ -97,10 +98,7 @@ def plan_state(
     known = source.tensors if source else {}
     available, dropped = _resolve_ties(tensors, dict(ties or {}), known)
     if not available:
-        raise ExportError(
-            "export: found no tensors, expected at least one; give the model's state",
-            problems=["no tensors"],
-        )
+        raise refused("export", "no tensors", "at least one; give the model's state", kind=ExportError)
     added = tuple(canonical_order((name, available[name]) for name in available if name not in known))
     absent = tuple(name for name in known if name not in available)
     free_text = dict(metadata) if metadata is not None else {"format": "pt"}
@@ -157,10 +155,8 @@ def parse_size(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]?B)?)\s*", str(size), re.IGNORECASE)
     unit = match[2].upper() if match else "?"
     if match is None or unit not in units or (found := int(float(match[1]) * units[unit])) < 1:
-        raise ExportError(
-            f"max_shard_size: found {printable(str(size))}, expected bytes or a text such as '5GB'; correct it",
-            problems=[str(size)],
-        )
+        found, expected = f"found {printable(str(size))}", "bytes or a text such as '5GB'"
+        raise refused("max_shard_size", found, expected, problems=[str(size)], kind=ExportError)
     return found
 
 
@@ -187,11 +183,11 @@ def _resolve_ties(
         if alias not in wanted:
             dropped[alias] = kept
     if dangling:
-        raise ExportError(
-            f"export: ties that lead nowhere:\n{capped(dangling)}\nexpected one tensor for each pair; "
-            f"give the tensor under either name",
-            problems=dangling,
+        found, expected = (
+            f"ties that lead nowhere:\n{capped(dangling)}\n",
+            "one tensor for each pair, under either name",
         )
+        raise refused("export", found, expected, problems=dangling, kind=ExportError)
     declared = {frozenset(pair) for pair in ties.items()}
     problems: list[str] = []
     holders: dict[tuple[object, ...], str] = {}
@@ -203,12 +199,9 @@ def _resolve_ties(
         if other != name and frozenset((other, name)) not in declared and not (name in known and other in known):
             problems.append(f"{printable(name)}: is the same memory as {printable(other)}")
     if problems:
-        raise ExportError(
-            f"export: tensors share memory without being declared tied:\n{capped(problems)}\n"
-            f"expected declared ties, because a reader would get independent copies; "
-            f"declare the tie or clone one",
-            problems=problems,
-        )
+        found = f"tensors share memory without being declared tied:\n{capped(problems)}\n"
+        expected = "declared ties, because a reader would get independent copies; declare the tie or clone one"
+        raise refused("export", found, expected, problems=problems, kind=ExportError)
     return available, dropped
 
 
@@ -328,17 +321,14 @@ def write_safetensors(
     items = list(tensors)
     _check(place, items)
     composed = compose_header(items, metadata)
-    if header is not None and _same_meaning(header, composed):
-        composed = header
+    with suppress(ValueError):  # the source's header, if it declares the same tensors, places and metadata
+        if header is not None and json.loads(header[8:]) == json.loads(composed[8:]):
+            composed = header
     try:
         return _write(place, _chunks(composed, items))
     except FileExistsError as error:
-        raise ExportError(
-            f"{place}: exists; expected a new name, because a file that is open elsewhere must not change "
-            f"under its reader; remove it first",
-            path=str(place),
-            problems=["exists"],
-        ) from error
+        # A file that is open elsewhere must not change under its reader.
+        raise refused(place, "exists", "a new name; remove it first", kind=ExportError) from error
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> WrittenFile:
@@ -378,12 +368,9 @@ def verify_files(folder: str | os.PathLike[str], files: Iterable[WrittenFile]) -
     listed = {written.name: (written.size, written.sha256) for written in files}
     problems = [str(state) for state in compare_files(Path(folder), listed, "the writer").faults]
     if problems:
-        raise ExportError(
-            f"{folder}: verification failed after writing: {len(problems)} files differ:\n{capped(problems)}\n"
-            f"expected the same bytes; check the disk and export again",
-            path=str(folder),
-            problems=problems,
-        )
+        found = f"verification failed after writing: {len(problems)} files differ:\n{capped(problems)}\n"
+        expected = "the same bytes; check the disk and export again"
+        raise refused(folder, found, expected, problems=problems, kind=ExportError)
 
 
 def _check(path: Path, items: Sequence[tuple[str, Tensor]]) -> None:
@@ -401,20 +388,8 @@ def _check(path: Path, items: Sequence[tuple[str, Tensor]]) -> None:
         elif tensor.layout != torch.strided or tensor.is_meta:
             problems.append(f"{printable(name)}: has no dense memory ({tensor.layout}, {tensor.device})")
     if problems:
-        raise ExportError(
-            f"{path}: cannot store these tensors:\n{capped(problems)}\n"
-            f"expected dense tensors under distinct, printable names; rename or convert them",
-            path=str(path),
-            problems=problems,
-        )
-
-
-def _same_meaning(header: bytes, composed: bytes) -> bool:
-    """Return whether two headers declare the same tensors, places and metadata."""
-    try:
-        return json.loads(header[8:]) == json.loads(composed[8:])
-    except ValueError:
-        return False
+        found, expected = f"cannot store these tensors:\n{capped(problems)}\n", "dense tensors under printable names"
+        raise refused(path, found, expected, problems=problems, kind=ExportError)
 
 
 def _chunks(header: bytes, items: Iterable[tuple[str, Tensor]]) -> Iterable[memoryview]:

@@ -5,28 +5,36 @@ Decides which of the known layouts a folder has, and which one is read of severa
 
 from __future__ import annotations
 
+import json
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from types import TracebackType
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from flodl.errors import CheckpointError, capped, nearest, printable
-from flodl_hf.checkpoints.folders import BIN, BIN_INDEX, SAFETENSORS, SAFETENSORS_INDEX, Folder, inside
-from flodl_hf.checkpoints.weights.manifest import (
-    INDEX_LIMIT,
-    Layout,
-    Shard,
-    ShardIndex,
-    SourceManifest,
-    StoredTensor,
-    check_shards,
-    parse_index,
+from flodl.errors import CheckpointError, UnsafeFileError, capped, nearest, printable
+from flodl_hf.checkpoints.folders import (
+    BIN,
+    BIN_INDEX,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    Folder,
+    inside,
+    plain_name_fault,
+    refused,
 )
+from flodl_hf.checkpoints.weights.manifest import Layout, Shard, SourceManifest, StoredTensor
 from flodl_hf.errors import MissingWeightsError
 
+_INDEX_LIMIT = 32 << 20
+_MAX_SHARDS = 10_000
+_EXAMPLE = (
+    'an object {"metadata": {...}, "weight_map": {"tensor name": "model-00001-of-00002.safetensors"}}. Fetch the file '
+    "again"
+)
 _BIN_ENDS = (".bin", ".pt")
 
 
@@ -79,15 +87,14 @@ class Checkpoint:
             if not leaf:
                 chosen, passed_over = _choose(opened, bin_only=bin_only)
             else:
-                chosen = _index_in(opened, leaf, SAFETENSORS) if leaf.endswith(".index.json") else leaf
+                chosen = _read_index(opened, leaf, SAFETENSORS) if leaf.endswith(".index.json") else leaf
                 passed_over = ""
             if isinstance(chosen, str):
                 index, shards = None, {chosen: _open_shard(opened, chosen, stack)}
             else:
                 index, shards = chosen, _open_shards(opened, chosen, stack)
                 try:
-                    contents = {name: list(shard.entries) for name, shard in shards.items()}
-                    check_shards(index, contents, str(opened.path / index.name))
+                    _check_shards(index, shards, opened.path / index.name)
                 except CheckpointError:
                     if index.files not in ((SAFETENSORS,), (BIN,)):
                         raise
@@ -120,9 +127,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def read_all(self, names: Iterable[str] | None = None, *, mapped: bool = False) -> dict[str, Tensor]:
@@ -144,19 +149,32 @@ class Checkpoint:
         wanted = set(known if names is None else names)
         if missing := sorted(wanted - known.keys()):
             problems = [f"{printable(name)}{nearest(name, known)}" for name in missing[:50]]
-            problems += [printable(name) for name in missing[50:]]
-            raise CheckpointError(
-                f"{self.manifest.folder}: contains no tensors with these names:\n{capped(problems)}\n"
-                f"expected names of its {len(known)} tensors; see manifest.tensors",
-                path=str(self.manifest.folder),
-                problems=problems,
-                missing=missing,
-            )
+            found = f"contains no tensors with these names:\n{capped(problems)}\n"
+            raise refused(self.manifest.folder, found, "names in its manifest", problems=problems, missing=missing)
         result: dict[str, Tensor] = {}
         for shard in self._shards.values():
             if found := [name for name in shard.entries if name in wanted]:
                 result.update(zip(found, shard.read(found, mapped=mapped), strict=True))
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """Contents of a shard index.
+
+    Attributes:
+        name: its file name.
+        text: the unchanged file text.
+        weight_map: tensor name to shard name, in the order of the file.
+        metadata: the ``metadata`` object of the index.
+        files: shard names, each once, in sorted order (their numbers are zero-filled).
+    """
+
+    name: str
+    text: str
+    weight_map: Mapping[str, str]
+    metadata: Mapping[str, object]
+    files: tuple[str, ...]
 
 
 def _choose(folder: Folder, *, bin_only: bool) -> tuple[str | ShardIndex, str]:
@@ -169,7 +187,7 @@ def _choose(folder: Folder, *, bin_only: bool) -> tuple[str | ShardIndex, str]:
                 return single, ""
             continue
         try:
-            index = _index_in(folder, index_name, single)
+            index = _read_index(folder, index_name, single)
         except CheckpointError as fault:
             if not has_single:
                 raise
@@ -180,47 +198,72 @@ def _choose(folder: Folder, *, bin_only: bool) -> tuple[str | ShardIndex, str]:
         if not held:  # an index alone is no weights
             return single, ""
         return single, _passed_over(single, f"{index_name}, with {held} of {len(index.files)} files present")
-    found = sorted(entry.name for entry in folder.path.iterdir())
-    names = [name for kind in kinds for name in kind]
-    raise MissingWeightsError(
-        f"{folder.path}: has no {'.bin ' if bin_only else ''}weights; expected {', '.join(names[:-1])} "
-        f"or {names[-1]}; found {', '.join(map(printable, found[:12])) or 'an empty folder'}; {_remedy(found, names)}",
-        path=str(folder.path),
-        problems=["no weights"],
-    )
-
-
-def _index_in(folder: Folder, name: str, single: str) -> ShardIndex:
-    """Return the index of this name, of files of the kind of ``single``."""
-    where = str(folder.path / name)
-    index = parse_index(folder.read(name, INDEX_LIMIT), name, where)
-    suffix = single.rpartition(".")[2]
-    foreign = [file for file in index.files if not file.endswith(f".{suffix}")]
-    if foreign:
-        raise CheckpointError(
-            f"{where}: lists files of another kind:\n{capped([printable(f) for f in foreign])}\n"
-            f"expected names that end in .{suffix}; fetch the folder again",
-            path=where,
-            problems=[f"{printable(file)}: not a .{suffix} file" for file in foreign],
-        )
-    return index
+    present = sorted(entry.name for entry in folder.path.iterdir())[:12]
+    found = f"has no weights; it contains {', '.join(map(printable, present)) or 'nothing'}"
+    names = ", ".join(name for kind in kinds for name in kind)
+    expected = f"one of {names}. Shards need their index; a single file with another name has to be renamed"
+    raise refused(folder.path, found, expected, problems=["no weights"], kind=MissingWeightsError)
 
 
 def _passed_over(single: str, other: str) -> str:
     return f"{single} is read, as by transformers; {other}, is ignored: delete the stale files"
 
 
-def _remedy(present: Sequence[str], wanted: Sequence[str]) -> str:
-    """Return what to do where a folder with these files has no weights under the names that are wanted."""
-    if SAFETENSORS not in wanted and {SAFETENSORS, SAFETENSORS_INDEX} & set(present):
-        return "its weights are safetensors already, so there is nothing to convert"
-    kept = [name for name in present if name.endswith(".safetensors") and not name.startswith("adapter_")]
-    shards = [name for name in kept if re.search(r"-\d+-of-\d+\.", name)]
-    if shards:
-        return f"{printable(shards[0])} is one of several shards: fetch the index too, which lists the tensors of each"
-    if len(kept) == 1:
-        return f"if {printable(kept[0])} contains them, rename it to {SAFETENSORS}"
-    return "give the folder with the weights, or complete the download"
+def _read_index(folder: Folder, name: str, single: str) -> ShardIndex:
+    """Return the index of this name, of files of the kind of ``single``.
+
+    Raises:
+        UnsafeFileError: a shard name is anything else than the plain name of a sibling file.
+        CheckpointError: the text is not JSON of the expected types, repeats a key, or lists other files.
+    """
+    path = folder.path / name
+    data = folder.read(name, _INDEX_LIMIT)
+    suffix = f".{single.rpartition('.')[2]}"
+    try:
+        text = data.decode("utf-8")
+        content = json.loads(text, object_pairs_hook=_without_repeats)
+        weight_map, metadata = content["weight_map"], content.get("metadata") or {}
+        files = sorted(set(weight_map.values()))
+        if not 0 < len(files) <= _MAX_SHARDS or not isinstance(metadata, dict):
+            raise ValueError(f"{len(files):,} shards, and metadata in a {type(metadata).__name__}")
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {printable(str(error))[1:-1]}"
+        raise refused(path, f"not a usable shard index ({problem})", _EXAMPLE, problems=[problem]) from None
+    if faults := [f"shard {printable(str(f))}: {fault}" for f in files if (fault := plain_name_fault(f))]:
+        found = f"not a usable shard index:\n{capped(faults)}\n"
+        raise refused(path, found, "plain names of files", problems=faults, kind=UnsafeFileError)
+    if foreign := [f"{printable(file)}: not a {suffix} file" for file in files if not file.endswith(suffix)]:
+        found = f"lists files of another kind:\n{capped(foreign)}\n"
+        raise refused(path, found, f"names that end in {suffix}. Fetch the folder again", problems=foreign)
+    return ShardIndex(name, text, weight_map, metadata, tuple(files))
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is present more than once")
+    return found
+
+
+def _check_shards(index: ShardIndex, shards: Mapping[str, Shard], path: Path) -> None:
+    """Compare the index with the tensor names in the headers of its shards.
+
+    Raises:
+        CheckpointError: a listed tensor is missing, in another shard, or in two; or a shard contains a
+            tensor that the index does not list.
+    """
+    homes: dict[str, list[str]] = {name: [] for name in index.weight_map}
+    for file, shard in shards.items():
+        for name in shard.entries:
+            homes.setdefault(name, []).append(file)
+    problems = [
+        f"{printable(name)}: listed for {index.weight_map.get(name, 'no shard')}, found in {', '.join(files) or 'none'}"
+        for name, files in homes.items()
+        if files != [index.weight_map.get(name)]
+    ]
+    if problems:
+        found = f"index and shards disagree about {len(problems)} tensors:\n{capped(problems)}\n"
+        raise refused(path, found, "files of one version. Fetch the folder again", problems=problems)
 
 
 def _open_shard(folder: Folder, name: str, stack: ExitStack) -> Shard:
@@ -240,27 +283,8 @@ def _open_shard(folder: Folder, name: str, stack: ExitStack) -> Shard:
 def _open_shards(folder: Folder, index: ShardIndex, stack: ExitStack) -> dict[str, Shard]:
     missing = [file for file in index.files if not folder.has(file)]
     if missing:
-        raise CheckpointError(
-            f"{folder.path / index.name}: {len(missing)} of {len(index.files)} shards are missing:\n"
-            f"{capped(missing)}\nexpected them in the folder of the index; complete the download",
-            path=str(folder.path / index.name),
-            problems=[f"{file}: missing" for file in missing],
-            missing=missing,
-        )
-    shards: dict[str, Shard] = {}
-    damaged: list[CheckpointError] = []
-    for file in index.files:
-        try:
-            shards[file] = _open_shard(folder, file, stack)
-        except CheckpointError as error:
-            damaged.append(error)
-    if len(damaged) == 1:
-        raise damaged[0]
-    if damaged:
-        raise type(damaged[0])(
-            f"{folder.path}: {len(damaged)} of {len(index.files)} shards cannot be used:\n"
-            f"{capped([error.message for error in damaged])}",
-            path=str(folder.path),
-            problems=[error.message for error in damaged],
-        )
-    return shards
+        found = f"{len(missing)} of {len(index.files)} shards are missing:\n{capped(missing)}\n"
+        expected = "them in the folder of the index. Complete the download"
+        problems = [f"{file}: missing" for file in missing]
+        raise refused(folder.path / index.name, found, expected, problems=problems, missing=missing)
+    return {file: _open_shard(folder, file, stack) for file in index.files}

@@ -1,9 +1,9 @@
 """Compare a folder's files with their expected sizes and SHA-256 before anything is read.
 
-Decides the source of the expected values: ``checksums.json``, which every export writes; or the names of blobs,
-if the folder is a snapshot of the Hub's cache; else the receipt of ``verify-export``. The receipt is sealed, and
-its seal is the folder's fingerprint, which covers every byte. A receipt next to the files detects damage; against
-an attacker with write access to the folder, only a fingerprint stored elsewhere helps.
+Decides the source of the expected values: ``checksums.json``, which every export writes, or the names of blobs, if the
+folder is a snapshot of the Hub's cache. The list is sealed, and its seal is the folder's fingerprint, which covers all
+bytes. A list next to the files detects damage; against an attacker with write access to the folder, only a fingerprint
+stored elsewhere helps.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from flodl.errors import CheckpointError, capped, printable
-from flodl.files import SEAL, seal, unseal
+from flodl.files import SEAL, seal, unseal, write_atomically
 from flodl_hf.checkpoints.folders import (
     MODEL_FILES,
     WEIGHT_PATTERNS,
@@ -29,6 +30,7 @@ from flodl_hf.checkpoints.folders import (
     matching,
     plain_name_fault,
     read_member,
+    refused,
 )
 
 CHECKSUMS = "checksums.json"
@@ -36,7 +38,8 @@ RECEIPT = "verification.json"
 FORMAT = "flodl-checksums/1"
 _LIMIT = 1 << 26  # bytes of a receipt
 _THREADS = 4
-_HEX = re.compile(r"[0-9a-f]{64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 Status = Literal["ok", "changed", "missing", "not listed", "unreadable"]
 
@@ -72,7 +75,7 @@ class Comparison:
 
     Attributes:
         folder: the folder.
-        by: source of the expected values: "checksums.json", "the Hub's cache", "verification.json", or a manifest.
+        by: source of the expected values: "checksums.json", "the Hub's cache", or a manifest.
         fingerprint: digest over every listed byte; None if the source has none.
         files: each file.
     """
@@ -101,11 +104,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Listed:
-    """Expected state of one file: a length, None if unknown, and a digest."""
+    """Expected state of one file: a length, None if unknown, and a SHA-256 or git's digest."""
 
     size: int | None
     digest: str
-    is_git: bool = False
 
     def __str__(self) -> str:
         return self.digest if self.size is None else f"{self.digest} of {self.size:,} bytes"
@@ -126,13 +128,11 @@ def write_checksums(folder: str | os.PathLike[str], known: Iterable[tuple[str, i
     Raises:
         CheckpointError: a file cannot be read.
     """
-    from flodl.files import write_atomically
-
     place = Path(folder)
     listed = {name: {"bytes": size, "sha256": digest} for name, size, digest in known}
     for name in _names(place):
         if name not in listed and name not in (CHECKSUMS, RECEIPT):
-            size, digest = _digest(place, name, hashlib.sha256())
+            size, digest = _digest(place, name)
             listed[name] = {"bytes": size, "sha256": digest}
     data = seal({"format": FORMAT, "files": dict(sorted(listed.items()))})
     write_atomically(place / CHECKSUMS, [data + b"\n"])
@@ -142,44 +142,58 @@ def write_checksums(folder: str | os.PathLike[str], known: Iterable[tuple[str, i
 # ---- comparing -------------------------------------------------------------------------------------------
 
 
-def compare_folder(folder: str | os.PathLike[str]) -> Comparison:
-    """Compare every file of a model folder, or of a snapshot in the Hub's cache, with its expected state.
+def compare_folder(
+    folder: str | os.PathLike[str], read: Callable[[str], bool] | None = None,
+    seen: dict[str, os.stat_result] | None = None,
+) -> Comparison:  # fmt: skip
+    """Compare the files of a model folder, or of a snapshot in the Hub's cache, with their expected state.
+
+    Args:
+        folder: the folder.
+        read: given a name, whether the file is compared; all files by default.
+        seen: receives the identity of each compared file.
 
     Raises:
         CheckpointError: no expected checksums exist, or their file is damaged itself.
     """
-    return _compare(Path(folder), lambda name: True)[0]
+    place = Path(folder)
+    blobs = _blobs(place)
+    by, fingerprint, listed = "the Hub's cache", None, blobs
+    if is_entry(place, CHECKSUMS):
+        by, (fingerprint, listed) = CHECKSUMS, _listed_in(place)
+        listed = {**blobs, **listed}
+    elif not blobs:
+        found = "no expected checksums"
+        expected = (
+            f"{CHECKSUMS}, as in exports, or a snapshot of the Hub's cache. If you trust the files as they are, "
+            f"`flodl-hf verify {place} --write` writes it; or load without verified"
+        )
+        raise refused(place, found, expected, problems=[f"no {CHECKSUMS}"], file=CHECKSUMS)
+    names = [name for name in listed if read is None or read(name)]
+    # Of a repository only the files that a load reads are fetched.
+    is_part = bool(blobs) and by == CHECKSUMS
+    states = _states(place, {name: listed[name] for name in names}, is_part, seen)
+    for name in _names(place):
+        if name not in listed and (read is None or read(name)) and reads_file(name):
+            states.append(FileState(name, "not listed", "a file that a load would read"))
+    return Comparison(str(folder), by, fingerprint, states)
 
 
 def compare_files(folder: Path, listed: Mapping[str, tuple[int, str]], by: str) -> Comparison:
     """Compare the files of a folder with lengths and SHA-256 from another source."""
-    said = {name: _Listed(size, digest) for name, (size, digest) in listed.items()}
-    return Comparison(str(folder), by, None, _states(folder, said, False, {}))
+    expected = {name: _Listed(size, digest) for name, (size, digest) in listed.items()}
+    return Comparison(str(folder), by, None, _states(folder, expected, False))
 
 
 def has_truth(folder: Path) -> bool:
     """Return whether expected checksums of a folder exist."""
-    return is_entry(folder, CHECKSUMS) or is_entry(folder, RECEIPT) or bool(_blobs(folder))
-
-
-def _compare(folder: Path, read: Callable[[str], bool]) -> tuple[Comparison, dict[str, os.stat_result]]:
-    by, fingerprint, listed, is_part = _truth(folder)
-    seen: dict[str, os.stat_result] = {}
-    states = _states(folder, {name: said for name, said in listed.items() if read(name)}, is_part, seen)
-    for name in _names(folder):
-        if name not in listed and read(name) and reads_file(name):
-            states.append(FileState(name, "not listed", "a file that a load would read"))
-    return Comparison(str(folder), by, fingerprint, states), seen
+    return is_entry(folder, CHECKSUMS) or bool(_blobs(folder))
 
 
 def _states(
-    folder: Path, listed: Mapping[str, _Listed], is_part: bool, seen: dict[str, os.stat_result]
+    folder: Path, listed: Mapping[str, _Listed], is_part: bool, seen: dict[str, os.stat_result] | None = None
 ) -> list[FileState]:
-    """Return the state of each listed file, and record the file identity in ``seen``.
-
-    Args:
-        is_part: files may be absent: of a repository, only the files that a load reads are fetched.
-    """
+    """Return the state of each listed file, and record the file identity in ``seen``."""
 
     def state(name: str) -> FileState:
         expected, reads = listed[name], reads_file(name)
@@ -188,12 +202,12 @@ def _states(
             unfetched = is_part and (not reads or bool(matching([name], WEIGHT_PATTERNS)))
             return FileState(name, "ok" if unfetched else "missing", "nothing", str(expected), reads)
         try:
-            size, found = _digest(folder, name, new_digest(folder / name, git=expected.is_git), seen)
+            size, found = _digest(folder, name, git=len(expected.digest) == 40, seen=seen)
         except CheckpointError as error:
             return FileState(name, "unreadable", error.message, str(expected), reads)
-        same = found == expected.digest and expected.size in (None, size)
-        said = str(_Listed(size, found))
-        return FileState(name, "ok" if same else "changed", "" if same else said, "" if same else str(expected), reads)
+        if found == expected.digest and expected.size in (None, size):
+            return FileState(name, "ok", is_read=reads)
+        return FileState(name, "changed", str(_Listed(size, found)), str(expected), reads)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="flodl-hf-verify") as pool:
         return list(pool.map(state, sorted(listed)))
@@ -207,51 +221,25 @@ def reads_file(name: str) -> bool:
     return bool(matching([name], (*MODEL_FILES, *WEIGHT_PATTERNS)) or matching([inside], WEIGHT_PATTERNS))
 
 
-def _truth(folder: Path) -> tuple[str, str | None, dict[str, _Listed], bool]:
-    """Return the source of the expected values, its fingerprint, the values, and whether files may be absent."""
-    blobs = _blobs(folder)
-    if is_entry(folder, CHECKSUMS):
-        fingerprint, listed = _listed_in(folder, CHECKSUMS)
-        return CHECKSUMS, fingerprint, {**blobs, **listed}, bool(blobs)
-    if blobs:
-        return "the Hub's cache", None, blobs, False
-    if is_entry(folder, RECEIPT):
-        return RECEIPT, *_listed_in(folder, RECEIPT), False
-    raise CheckpointError(
-        f"{folder}: no expected checksums; expected {CHECKSUMS}, as in exports, or a "
-        f"snapshot of the Hub's cache. If you trust the files as they are, `flodl-hf verify {folder} --write` "
-        "writes it; or load without verified",
-        path=str(folder),
-        problems=[f"no {CHECKSUMS}"],
-        file=CHECKSUMS,
-    )
-
-
-def _listed_in(folder: Path, source: str) -> tuple[str | None, dict[str, _Listed]]:
-    """Return the seal and the expected files that the list of checksums, or a receipt without a seal, contains."""
-    data = read_member(folder, source, _LIMIT)
+def _listed_in(folder: Path) -> tuple[str, dict[str, _Listed]]:
+    """Return the seal of the list of checksums, and the expected files."""
+    data = read_member(folder, CHECKSUMS, _LIMIT)
     try:
-        if source == RECEIPT:
-            fingerprint, files = None, json.loads(data)["facts"]["sha256"]
-        else:
-            value, fingerprint = unseal(data), json.loads(data)[SEAL]
-            if value["format"] != FORMAT:
-                raise ValueError(f"format {printable(str(value['format']), 40)} is not {FORMAT!r}")
-            files = value["files"]
+        value, fingerprint = unseal(data), json.loads(data)[SEAL]
+        if value["format"] != FORMAT:
+            raise ValueError(f"format {printable(str(value['format']), 40)} is not {FORMAT!r}")
         listed = {}
-        for name, entry in files.items():
-            _check_name(name)
-            size, digest = (None, entry) if source == RECEIPT else (int(entry["bytes"]), entry["sha256"])
-            listed[name] = _Listed(size, _sha(digest))
+        for name, entry in value["files"].items():
+            if fault := next((fault for part in name.split("/") if (fault := plain_name_fault(part))), None):
+                raise ValueError(f"the name {printable(name, 80)} is {fault}")
+            if not _SHA256.fullmatch(entry["sha256"]):
+                raise ValueError(f"found {printable(entry['sha256'], 80)}, expected a SHA-256 in hexadecimal")
+            listed[name] = _Listed(int(entry["bytes"]), entry["sha256"])
         return fingerprint, listed
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{folder / source}: cannot be used ({printable(str(error), 200)}); expected names, lengths and SHA-256 as "
-            "an export writes them. Fetch or export the folder again",
-            path=str(folder / source),
-            problems=[str(error)],
-            file=source,
-        ) from None
+        found = f"cannot be used ({printable(str(error), 200)})"
+        expected = "names, lengths and SHA-256 as an export writes them. Fetch or export the folder again"
+        raise refused(folder / CHECKSUMS, found, expected, problems=[str(error)], file=CHECKSUMS) from None
 
 
 def _blobs(folder: Path) -> dict[str, _Listed]:
@@ -259,49 +247,40 @@ def _blobs(folder: Path) -> dict[str, _Listed]:
     snapshots = next((above for above in folder.absolute().parents if above.name == "snapshots"), None)
     if snapshots is None or not (snapshots.parent / "blobs").is_dir():
         return {}
-    found = {}
-    for name in _names(folder):
-        path = folder / name
-        blob = path.resolve().name if path.is_symlink() else ""
-        if _HEX.fullmatch(blob):
-            found[name] = _Listed(None, blob)
-        elif re.fullmatch(r"[0-9a-f]{40}", blob):
-            found[name] = _Listed(None, blob, is_git=True)
-    return found
-
-
-def new_digest(path: Path, *, git: bool) -> Any:
-    """Return an empty SHA-256, or git's digest of a file, which begins with its length."""
-    return hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False) if git else hashlib.sha256()
+    links = {name: (folder / name).resolve().name for name in _names(folder) if (folder / name).is_symlink()}
+    return {name: _Listed(None, blob) for name, blob in links.items() if _DIGEST.fullmatch(blob)}
 
 
 def digest_of(path: Path, *, git: bool = False) -> str:
     """Return the SHA-256 of a file, or git's digest."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: new_digest(path, git=git)).hexdigest()
+        return _digest_of(file, git=git)
 
 
-def _digest(folder: Path, name: str, digest: Any, seen: dict[str, os.stat_result] | None = None) -> tuple[int, str]:
+def _digest_of(file: BinaryIO, *, git: bool) -> str:
+    empty = hashlib.sha256()
+    if git:  # it begins with the length of the file
+        empty = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size, usedforsecurity=False)
+    return hashlib.file_digest(file, lambda: empty).hexdigest()
+
+
+def _digest(
+    folder: Path, name: str, *, git: bool = False, seen: dict[str, os.stat_result] | None = None
+) -> tuple[int, str]:
     """Return length and digest of a file, opened with the checks for all files of a folder.
 
     Raises:
         CheckpointError: the file cannot be opened or read, or is outside the folder.
     """
     inner, _, leaf = name.rpartition("/")
-    below = inside(folder, inner)
     try:
-        with Folder(below) as opened, os.fdopen(opened.open(leaf), "rb", buffering=0) as file:
+        with Folder(inside(folder, inner)) as opened, os.fdopen(opened.open(leaf), "rb", buffering=0) as file:
             if seen is not None:
                 seen[name] = os.fstat(file.fileno())
-            found = hashlib.file_digest(file, lambda: digest).hexdigest()
+            found = _digest_of(file, git=git)
             return file.tell(), found
     except OSError as error:
-        where = str(folder / name)
-        raise CheckpointError(
-            f"{where}: cannot be read ({error.strerror}); expected a file; check the disk",
-            path=where,
-            problems=[str(error)],
-        ) from error
+        raise refused(folder / name, f"cannot be read ({error.strerror})", "a file; check the disk") from error
 
 
 def _names(folder: Path) -> list[str]:
@@ -314,54 +293,13 @@ def _names(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def _check_name(name: object) -> None:
-    parts: Sequence[Any] = name.split("/") if isinstance(name, str) else [name]
-    fault = next((fault for part in parts if (fault := plain_name_fault(part)) is not None), None)
-    if fault is not None:
-        raise ValueError(f"the name {printable(str(name), 80)} is {fault}")
+# ---- a folder stays unchanged while it is read -----------------------------------------------------------
 
 
-def _sha(value: object) -> str:
-    if not isinstance(value, str) or not _HEX.fullmatch(value):
-        raise ValueError(f"found {printable(str(value), 80)}, expected a SHA-256 in hexadecimal")
-    return value
-
-
-# ---- holding a folder to its word while it is read -------------------------------------------------------
-
-
-class Held:
-    """The compared files of a folder: `check` reports whether they are still unchanged."""
-
-    def __init__(self, folder: Path, seen: Mapping[str, os.stat_result]) -> None:
-        self._place, self._seen = folder, dict(seen)
-
-    def check(self) -> None:
-        """Refuse a folder in which something was written after it was compared.
-
-        Raises:
-            CheckpointError: a file is another one now.
-        """
-        changed = []
-        for name, before in self._seen.items():
-            try:
-                now = os.stat(self._place / name)
-            except OSError:
-                changed.append(name)
-                continue
-            if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
-                changed.append(name)
-        if changed:
-            raise CheckpointError(
-                f"{self._place}: changed while it was loaded: {', '.join(changed[:5])}; expected the files that were "
-                "compared. Load it again when nothing writes to it",
-                path=str(self._place),
-                problems=changed,
-            )
-
-
-def hold(folder: str | os.PathLike[str], verified: bool | str, names: Sequence[str] | None = None) -> Held:
-    """Compare the files that loading a folder reads; return a guard that later checks that they are unchanged.
+def hold(
+    folder: str | os.PathLike[str], verified: bool | str, names: Collection[str] | None = None
+) -> Callable[[], None]:
+    """Compare the files that loading a folder reads; return a function that checks that they are still unchanged.
 
     Args:
         folder: a model folder, or a snapshot of the Hub's cache.
@@ -372,29 +310,39 @@ def hold(folder: str | os.PathLike[str], verified: bool | str, names: Sequence[s
         CheckpointError: a file differs, each listed with the actual and the expected state; another
             fingerprint; or no expected checksums exist.
     """
-    place = Path(folder)
-    wanted = (lambda name: name in names) if names is not None else reads_file
-    comparison, seen = _compare(place, wanted)
+    place, seen = Path(folder), {}
+    comparison = compare_folder(place, reads_file if names is None else names.__contains__, seen)
     if isinstance(verified, str) and comparison.fingerprint != verified:
-        found = comparison.fingerprint or f"no {CHECKSUMS}"
-        raise CheckpointError(
-            f"{place}: its fingerprint is {found}, expected {printable(verified, 80)}; this is another model, or its "
-            "files were replaced. Fetch it again from a trusted source, or give the fingerprint that "
-            "`flodl-hf verify` reports for the intended folder",
-            path=str(place),
-            problems=["fingerprint"],
-            file=CHECKSUMS,
+        found = f"its fingerprint is {comparison.fingerprint or f'absent: no {CHECKSUMS}'}"
+        expected = (
+            f"{printable(verified, 80)}; this is another model, or its files were replaced. Fetch it again from a "
+            "trusted source, or give the fingerprint that `flodl-hf verify` reports for the intended folder"
         )
-    faults = [state for state in comparison.faults if state.is_read]
-    if faults:
+        raise refused(place, found, expected, problems=["fingerprint"], file=CHECKSUMS)
+    if faults := [state for state in comparison.faults if state.is_read]:
         lines = [str(state) for state in faults]
-        raise CheckpointError(
-            f"{place}: {len(faults)} file{'s are' if len(faults) > 1 else ' is'} not as {comparison.by} says:\n"
-            f"{capped(lines)}\nexpected the same bytes. Fetch or export the folder again; if the change was meant, "
-            f"`flodl-hf verify {place} --write` takes the files as they are",
-            path=str(place),
-            problems=lines,
-            files=[state.name for state in faults],
-            file=faults[0].name,
+        found = f"{len(faults)} file(s) not as {comparison.by} says:\n{capped(lines)}\n"
+        expected = (
+            "the same bytes. Fetch or export the folder again; if the change was meant, "
+            f"`flodl-hf verify {place} --write` takes the files as they are"
         )
-    return Held(place, seen)
+        files = [state.name for state in faults]
+        raise refused(place, found, expected, problems=lines, files=files, file=files[0])
+    return partial(_check_unchanged, place, seen)
+
+
+def _check_unchanged(folder: Path, seen: Mapping[str, os.stat_result]) -> None:
+    """Raise if something was written to a folder after it was compared."""
+    changed = []
+    for name, before in seen.items():
+        try:
+            now = os.stat(folder / name)
+        except OSError:
+            changed.append(name)
+            continue
+        if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
+            changed.append(name)
+    if changed:
+        found = f"changed while it was loaded: {', '.join(changed[:5])}"
+        expected = "the files that were compared. Load it again when nothing writes to it"
+        raise refused(folder, found, expected, problems=changed)

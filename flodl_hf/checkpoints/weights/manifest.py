@@ -1,4 +1,4 @@
-"""Contents of a folder of weights: one opened file, the index of several, and a manifest of all.
+"""Contents of a folder of weights: one opened file, and a manifest of all.
 
 Decides which facts of a source are stored: enough for :mod:`flodl_hf.checkpoints.saving.state` to write the same folder
 again.
@@ -6,23 +6,22 @@ again.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flodl.checkpoint.tensor_bytes import TORCH_DTYPES as DTYPES
-from flodl.errors import CheckpointError, UnsafeFileError, capped, printable
+from flodl.errors import capped, printable
 from flodl.safetensors_header import read_header
 from flodl.system import read_at
-from flodl_hf.checkpoints.folders import plain_name_fault
+from flodl_hf.checkpoints.folders import refused
 from flodl_hf.checkpoints.weights.prefetch import Extent, cut, extents_of, fill, memory_of
 
 Layout = Literal["single", "sharded", "bin", "bin-sharded"]
@@ -98,129 +97,6 @@ class SourceManifest:
     passed_over: str = ""
 
 
-INDEX_LIMIT = 32 << 20
-_MAX_SHARDS = 10_000
-_EXAMPLE = '{"metadata": {...}, "weight_map": {"tensor name": "model-00001-of-00002.safetensors"}}'
-
-
-@dataclass(frozen=True, slots=True)
-class ShardIndex:
-    """Contents of a shard index.
-
-    Attributes:
-        name: its file name.
-        text: the unchanged file text.
-        weight_map: tensor name to shard name, in the order of the file.
-        metadata: the ``metadata`` object of the index.
-        files: shard names, each once, in sorted order (their numbers are zero-filled).
-    """
-
-    name: str
-    text: str
-    weight_map: Mapping[str, str]
-    metadata: Mapping[str, object]
-    files: tuple[str, ...]
-
-
-def parse_index(data: bytes, name: str, path: str) -> ShardIndex:
-    """Return the index in ``data``.
-
-    Args:
-        data: the contents of the file.
-        name: its file name.
-        path: its path, for messages.
-
-    Raises:
-        UnsafeFileError: a shard name is anything else than the plain name of a sibling file.
-        CheckpointError: the text is not JSON of the expected types, repeats a key, or lists too many shards.
-    """
-
-    def refuse(problems: Sequence[str], kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
-        return kind(
-            f"{path}: not a usable shard index:\n{capped(problems)}\nexpected {_EXAMPLE}; fetch the file again",
-            path=path,
-            problems=list(problems),
-        )
-
-    repeated: list[str] = []
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) != len(items):
-            seen: set[str] = set()
-            repeated.extend(key for key, _ in items if key in seen or seen.add(key))
-        return found
-
-    try:
-        text = data.decode("utf-8")
-        content = json.loads(text, object_pairs_hook=pairs)
-    except (ValueError, RecursionError) as error:
-        raise refuse([f"found no JSON ({type(error).__name__}: {printable(str(error))[1:-1]})"]) from error
-    if not isinstance(content, dict):
-        raise refuse([f"found a JSON {_json_kind(content)} at the top, expected an object"])
-    if repeated:
-        raise refuse([f"{printable(key)} is present more than once" for key in repeated])
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict):
-        found = "no 'weight_map'" if weight_map is None else f"'weight_map' is a JSON {_json_kind(weight_map)}"
-        raise refuse([f"found {found}, expected an object from tensor names to file names"])
-    if not weight_map:
-        raise refuse(["found an empty 'weight_map'"])
-    metadata = content.get("metadata") or {}
-    if not isinstance(metadata, dict):
-        raise refuse([f"found 'metadata' as a JSON {_json_kind(metadata)}, expected an object"])
-    wrong_types = [key for key, value in weight_map.items() if not isinstance(value, str)]
-    if wrong_types:
-        raise refuse(
-            [f"{printable(k)}: found a JSON {_json_kind(weight_map[k])}, not a file name" for k in wrong_types]
-        )
-    files = sorted(set(weight_map.values()))
-    unsafe = [(file, fault) for file in files if (fault := plain_name_fault(file))]
-    if unsafe:
-        raise refuse([f"shard {printable(file)}: {fault}" for file, fault in unsafe], UnsafeFileError)
-    if len(files) > _MAX_SHARDS:
-        raise refuse([f"found {len(files):,} shards, more than {_MAX_SHARDS:,}"])
-    return ShardIndex(name, text, weight_map, metadata, tuple(files))
-
-
-def check_shards(index: ShardIndex, contents: Mapping[str, Sequence[str]], path: str) -> None:
-    """Compare the index with the tensor names in the headers of its shards.
-
-    Raises:
-        CheckpointError: a listed tensor is missing, in another shard, or in two; or a shard contains a
-            tensor that the index does not list.
-    """
-    homes: dict[str, list[str]] = {}
-    for file in index.files:
-        for name in contents[file]:
-            homes.setdefault(name, []).append(file)
-    problems: list[str] = []
-    for name, file in index.weight_map.items():
-        found = homes.get(name, [])
-        if not found:
-            problems.append(f"{printable(name)}: listed for {file}, found in no shard")
-        elif len(found) == 1 and found[0] != file:
-            problems.append(f"{printable(name)}: listed for {file}, found in {found[0]}")
-    for name, found in homes.items():
-        if len(found) > 1:
-            problems.append(f"{printable(name)}: found in {len(found)} shards, {', '.join(found)}")
-        elif name not in index.weight_map:
-            problems.append(f"{printable(name)}: found in {found[0]}, not listed")
-    if problems:
-        raise CheckpointError(
-            f"{path}: index and shards disagree about {len(problems)} tensors:\n{capped(problems)}\n"
-            f"expected each tensor once, in the shard that the index names; "
-            f"the files are from different versions, fetch the folder again",
-            path=path,
-            problems=problems,
-        )
-
-
-def _json_kind(value: object) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
-
-
 class Shard:
     """An open safetensors file; `parse` comes first and reads no weights. Torch files are a subclass.
 
@@ -253,11 +129,7 @@ class Shard:
 
     def _open_descriptor(self) -> int:
         if self._descriptor is None:
-            raise CheckpointError(
-                f"{self._where}: is closed; read its tensors before the checkpoint is closed",
-                path=self._where,
-                problems=["closed"],
-            )
+            raise refused(self._where, "is closed", "an open file; read its tensors before it is closed")
         return self._descriptor
 
     def parse(self) -> None:
@@ -271,12 +143,8 @@ class Shard:
         extents = extents_of(header)
         unknown = [f"{printable(extent.name)}: {extent.dtype}" for extent in extents if extent.dtype not in DTYPES]
         if unknown:
-            raise CheckpointError(
-                f"{self._where}: {len(unknown)} tensors have a dtype that torch does not support:\n"
-                f"{capped(unknown)}\nexpected one of {', '.join(DTYPES)}; convert the checkpoint",
-                path=self._where,
-                problems=unknown,
-            )
+            found = f"{len(unknown)} tensors have a dtype that torch does not support:\n{capped(unknown)}\n"
+            raise refused(self._where, found, f"one of {', '.join(DTYPES)}", problems=unknown)
         self.file = SourceFile(self.file.name, self.file.size, read_at(descriptor, header.data_start, 0))
         self.metadata = header.metadata
         self._extents = {extent.name: extent for extent in extents}
