@@ -10,24 +10,23 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flodl_hf.checkpoints.folders import WEIGHT_FILES
+from flodl_hf.checkpoints.folders import WEIGHT_FILES, refused
 from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
 from flodl_hf.checkpoints.saving.state import write_bytes
-from flodl_hf.checkpoints.system import own_version
 from flodl_hf.checkpoints.weights.checksums import CHECKSUMS, compare_folder, write_checksums
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.export.traced import Traced, with_torch_defaults
-from flodl_hf.export.verify import ENGINE_FILES, RECEIPT, Check, Verification
+from flodl_hf.export.verify import ENGINE_FILES, RECEIPT, Check, Verification, versions
 from flodl_hf.parity.onnx_session import OnnxModel, require
 
 if TYPE_CHECKING:
@@ -101,7 +100,12 @@ def export_onnx(
             folder is in use. An older folder is then as it was.
     """
     require("onnx", "onnxscript", "onnxruntime")
-    _check_opset(opset)
+    import onnx  # pyright: ignore[reportMissingImports]
+
+    latest = onnx.defs.onnx_opset_version()
+    if not 1 <= opset <= latest:
+        expected = f"1 to {latest}, as in onnx {onnx.__version__}; {OPSET} works in every ONNX Runtime from 1.14"
+        raise refused("export", f"opset {opset}", expected, kind=ExportError)
     traced = Traced(model)
     size = sum(p.nbytes for p in {id(p): p for p in traced.parameters()}.values())
     beside = size > _EXTERNAL_FROM if external_data is None else external_data
@@ -152,18 +156,6 @@ def export_program(
     return _Export(traced, PROGRAM, "torch.export", {}, 0.0).publish(folder, write, opened, size, overwrite, command)
 
 
-def _check_opset(opset: int) -> None:
-    import onnx  # pyright: ignore[reportMissingImports]
-
-    latest = onnx.defs.onnx_opset_version()
-    if not 1 <= opset <= latest:
-        raise ExportError(
-            f"export: opset {opset}; expected 1 to {latest}, as in onnx {onnx.__version__}; {OPSET} works in "
-            "every ONNX Runtime from 1.14",
-            problems=[f"opset {opset}"],
-        )
-
-
 def _write_onnx(traced: Traced, program: ExportedProgram, path: Path, opset: int, beside: bool) -> None:
     import onnx  # pyright: ignore[reportMissingImports]
     import onnx_ir  # pyright: ignore[reportMissingImports]
@@ -176,26 +168,16 @@ def _write_onnx(traced: Traced, program: ExportedProgram, path: Path, opset: int
             output_names=list(traced.outputs), dynamic_shapes=named, verbose=False,
         )  # fmt: skip
         assert made is not None
-        _name_axes(traced, made.model)
+        for value in (*made.model.graph.inputs, *made.model.graph.outputs):
+            # The first axes get their names in place of torch's.
+            names = traced.inputs.get(value.name) or traced.outputs[value.name]
+            value.shape = onnx_ir.Shape([*names, *list(value.shape)[len(names) :]])
         onnx_ir.save(made.model, path, external_data=DATA if beside else None)
         onnx.checker.check_model(str(path))
     stated = {entry.domain: entry.version for entry in onnx.load(path, load_external_data=False).opset_import}
     if (written := stated.get("")) != opset:
-        raise ExportError(
-            f"export: torch {torch.__version__} wrote ONNX of opset {written}, expected {opset}, as requested; give "
-            f"another, such as {OPSET}",
-            problems=[str(stated)],
-        )
-
-
-def _name_axes(traced: Traced, model: Any) -> None:
-    """Give the first axes of inputs and outputs their names, in place of torch's."""
-    import onnx_ir  # pyright: ignore[reportMissingImports]
-
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        names = traced.inputs.get(value.name) or traced.outputs[value.name]
-        rest = list(value.shape)[len(names) :]
-        value.shape = onnx_ir.Shape([*names, *rest])
+        found, expected = f"torch {torch.__version__} wrote ONNX of opset {written}", f"{opset}; give another: {OPSET}"
+        raise refused("export", found, expected, kind=ExportError)
 
 
 class _Export:
@@ -203,7 +185,8 @@ class _Export:
 
     def __init__(self, traced: Traced, file: str, engine: str, facts: dict[str, Any], bound: float) -> None:
         self.traced, self.file, self.engine, self.facts, self.bound = traced, file, engine, facts, bound
-        self.receipt = Verification("", None)
+        source = traced.model.source
+        self.receipt = Verification("", None if source is None else source.name)
         self.largest = 0.0
 
     def publish(
@@ -212,10 +195,11 @@ class _Export:
     ) -> EngineFile:  # fmt: skip
         from flodl_hf.models.saving import surroundings
 
-        self._check_weights(Path(folder))
+        for name in WEIGHT_FILES:
+            if os.path.lexists(Path(folder) / name):
+                found = f"found {name}: an export for {self.engine} replaces the whole folder, with a model's weights"
+                raise refused(folder, found, "a new folder, or one written for an engine", kind=ExportError)
         self.receipt.folder = Path(folder).name
-        source = self.traced.model.source
-        self.receipt.source = None if source is None else source.name
 
         def writer(stage: Path) -> None:
             write(stage, self.traced.program())
@@ -231,30 +215,10 @@ class _Export:
             folder, writer, overwrite=overwrite, needed_bytes=needed,
             replaceable=lambda name: is_model_file(name) or name in _OURS,
         )  # fmt: skip
-        found = compare_folder(place)
-        if not found.whole:
-            raise ExportError(
-                f"{place}: verification failed after writing: {'; '.join(map(str, found.faults))}; check the disk",
-                path=str(place),
-                problems=[state.name for state in found.faults],
-            )
+        if faults := compare_folder(place).faults:
+            found = f"verification failed after writing: {'; '.join(map(str, faults))}"
+            raise refused(place, found, "the same bytes; check the disk", kind=ExportError)
         return EngineFile(place, self.file, self.traced.inputs, self.traced.outputs, self.largest, self.receipt)
-
-    def _check_weights(self, folder: Path) -> None:
-        """Refuse a folder with weights: the new folder has none, so they would be lost.
-
-        Raises:
-            ExportError: the folder contains weights.
-        """
-        held = next((name for name in WEIGHT_FILES if os.path.lexists(folder / name)), None)
-        if held is not None:
-            raise ExportError(
-                f"{folder}: found {held}, the weights of a model; expected a new folder, or one written for an engine. "
-                f"The export for {self.engine} replaces the whole folder, and these weights would be lost; choose "
-                "another folder",
-                path=str(folder),
-                problems=[held],
-            )
 
     def _compare(self, answer: Answer) -> None:
         """Run awkward batches through both sides.
@@ -268,15 +232,19 @@ class _Export:
             real = batch.inputs["attention_mask"].bool()
             for name, value in expected.items():
                 if not torch.isfinite(value[real] if "tokens" in self.traced.outputs[name] else value).all():
-                    raise ExportError(
-                        f"export: the model's own {name} of {batch.name} has values that are no finite numbers; "
-                        "expected finite ones, with which an engine's can be compared. Look at its weights",
-                        problems=[name],
-                    )
-            answered = self._answered(answer, batch)
+                    found = f"the model's own {name} of {batch.name} has values that are no finite numbers"
+                    raise refused("export", found, "finite values. Look at its weights", kind=ExportError)
+            try:
+                answered = answer(batch.inputs)
+            except PredictError as fault:
+                found = f"{self.engine} cannot run the exported {type(self.traced.model).__name__} ({fault})"
+                expected_answer = (
+                    f"an answer for {batch.name}. Nothing was written. Give opset={OPSET} if it is another"
+                )
+                raise refused("export", found, expected_answer, kind=ExportError) from fault
             shape = " x ".join(str(n) for n in batch.inputs["input_ids"].shape)
-            gaps = {name: self._gap(name, answered.get(name), value, real) for name, value in expected.items()}
-            gap = max(gaps.values()) if set(answered) == set(expected) else float("inf")
+            gaps = [self._gap(name, answered.get(name), value, real) for name, value in expected.items()]
+            gap = max(gaps) if set(answered) == set(expected) else float("inf")
             self.largest = max(self.largest, gap)
             good = gap <= self.bound
             how = "equal to the bit" if gap == 0 else f"largest difference {gap:.3g}"
@@ -285,24 +253,10 @@ class _Export:
             if not good:
                 bad.append(f"{batch.name} ({detail})")
         if bad:
-            raise ExportError(
-                f"export: {self.engine} does not compute what {type(self.traced.model).__name__} of "
-                f"{self.traced.model.config.model_type} does: {'; '.join(bad)}. Nothing was written; please report "
-                "this with the configuration",
-                problems=bad,
-                largest_difference=self.largest,
-            )
-
-    def _answered(self, answer: Answer, batch: AwkwardBatch) -> Mapping[str, Tensor]:
-        try:
-            return answer(batch.inputs)
-        except PredictError as fault:
-            other = f" Give another opset, such as {OPSET}" if self.facts.get("opset", OPSET) != OPSET else ""
-            raise ExportError(
-                f"export: {self.engine} cannot run the exported {type(self.traced.model).__name__}, at "
-                f"{batch.name} ({fault}). Nothing was written.{other}",
-                problems=[batch.name],
-            ) from fault
+            kind = f"{type(self.traced.model).__name__} of {self.traced.model.config.model_type}"
+            found = f"{self.engine} does not compute what {kind} does: {'; '.join(bad)}. Nothing was written"
+            expected = "equal outputs; please report this with the configuration"
+            raise refused("export", found, expected, problems=bad, kind=ExportError, largest_difference=self.largest)
 
     def _gap(self, name: str, values: Tensor | None, expected: Tensor, real: Tensor) -> float:
         """Return the largest difference at real tokens; endless where something is no number.
@@ -317,9 +271,10 @@ class _Export:
         return float((values.double() - expected.double()).abs().max()) / largest
 
     def _describe(self, stage: Path, command: str | None) -> None:
-        recipe = self.traced.model.sentence_recipe
+        model, traced = self.traced.model, self.traced
+        recipe = model.sentence_recipe
         # An engine file does not record that a folder excludes the tokens of prompts from vectors.
-        if "sentence_embedding" in self.traced.outputs and recipe is not None and not recipe.include_prompt:
+        if "sentence_embedding" in traced.outputs and recipe is not None and not recipe.include_prompt:
             detail = (
                 "the folder leaves tokens of prompts out of vectors, sentence_embedding counts all; of texts with a "
                 "prompt, pool last_hidden_state without its tokens"
@@ -327,19 +282,19 @@ class _Export:
             self.receipt.checks.append(Check(f"{self.engine}: prompts", "not run", detail))
         write_checksums(stage)
         listed = json.loads((stage / CHECKSUMS).read_text("utf-8"))["files"]
-        model = self.traced.model
+        packages = ("onnx", "onnxscript", "onnxruntime") if self.engine == "ONNX Runtime" else ()
         self.receipt.facts = {
             "file": self.file,
             "task": model.head,
             "model_type": model.config.model_type,
-            "inputs": {name: list(axes) for name, axes in self.traced.inputs.items()},
-            "outputs": {name: list(axes) for name, axes in self.traced.outputs.items()},
+            "inputs": {name: list(axes) for name, axes in traced.inputs.items()},
+            "outputs": {name: list(axes) for name, axes in traced.outputs.items()},
             "dtype": "float32",
             "largest_difference": self.largest,
             "bound": self.bound,
             **self.facts,
             "sha256": {name: file["sha256"] for name, file in listed.items()},
-            "versions": _versions(self.engine),
+            "versions": versions() | {name: version(name) for name in packages},
             "command": command,
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
@@ -359,12 +314,3 @@ def _batches(traced: Traced) -> Iterator[AwkwardBatch]:
         yield AwkwardBatch(batch.name, given)
         if batch.name == "mixed lengths":
             yield AwkwardBatch("filled on the left", {name: value.flip(-1) for name, value in given.items()})
-
-
-def _versions(engine: str) -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__, "flodl-hf": own_version()}
-    if engine == "ONNX Runtime":
-        from importlib.metadata import version
-
-        found |= {name: version(name) for name in ("onnx", "onnxscript", "onnxruntime")}
-    return found

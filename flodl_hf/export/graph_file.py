@@ -27,7 +27,7 @@ from flodl.checkpoint.files import Checkpoint as SavedGraph
 from flodl.errors import CheckpointError, capped, printable
 from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES
 from flodl_hf.checkpoints.config.model_config import ModelConfig, read_config_file
-from flodl_hf.checkpoints.folders import CONFIG_NAME, MODEL_FILES, TOKENIZER_FILES, Folder, read_member
+from flodl_hf.checkpoints.folders import CONFIG_NAME, MODEL_FILES, TOKENIZER_FILES, Folder, read_member, refused
 from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
@@ -114,11 +114,8 @@ def export_graph_file(
     found = load_tensors(file)
     kinds = sorted({str(t.dtype).removeprefix("torch.") for t in found.tensors.values() if t.is_floating_point()})
     if len(kinds) > 1 and dtype is None:
-        raise ExportError(
-            f"export: {found.path} contains {' and '.join(kinds)}; expected one dtype. Cast it with --dtype",
-            path=found.path,
-            problems=kinds,
-        )
+        dtypes = f"tensors in {' and '.join(kinds)}"
+        raise refused(found.path, dtypes, "one dtype. Cast it with --dtype", problems=kinds, kind=ExportError)
     files, config = _surroundings(Path(file), like, {"revision": revision, "local_files_only": local_files_only})
     named = head_of(config.family, config.source.get("architectures")) or "base"
     task = _task_of(found, config, named) if head == "auto" else task_named(head).head
@@ -146,22 +143,19 @@ def _surroundings(file: Path, like: Any, hub: dict[str, Any]) -> tuple[dict[str,
         root, _ = resolve_folder(like, hub, MODEL_FILES)
         folder = transformer_folder(root)
         if folder != root:
-            raise ExportError(
-                f"export: {root} keeps its transformer in {folder.name}; expected a folder with config.json "
-                f"at its top; give {folder}",
-                path=str(root),
-            )
+            expected = f"a folder with config.json at its top; give {folder}"
+            raise refused(root, f"its transformer is in {folder.name}", expected, kind=ExportError)
         return model_files(folder), read_config_file(folder)
     stem = file.name
     for ending in (".gz", ".fdl", ".safetensors"):
         stem = stem.removesuffix(ending)
     sidecar = file.with_name(f"{stem}.config.json")
     if not sidecar.is_file():
-        raise ExportError(
-            f"export: {file} contains no configuration, and {sidecar.name} does not exist; expected "
-            "config.json and a tokenizer from a folder of the same architecture; give it with like= (--like FOLDER)",
-            path=str(file),
+        found = f"contains no configuration, and {sidecar.name} does not exist"
+        expected = (
+            "config.json and a tokenizer from a folder of the same architecture; give it with like= (--like FOLDER)"
         )
+        raise refused(file, found, expected, kind=ExportError)
     present = [name for name in TOKENIZER_FILES if (file.parent / name).is_file()]
     files = {name: read_member(file.parent, name, _MOST_BYTES) for name in present}
     text = read_member(file.parent, sidecar.name, MAX_CONFIG_BYTES).decode("utf-8", "replace")
@@ -184,12 +178,8 @@ def _named(saved: SavedGraph, config: ModelConfig, task: str) -> tuple[dict[str,
     strange = [name for name in plain if name not in set(ours)]
     if strange:
         shown = capped([printable(name, 120) for name in strange], 10)
-        raise CheckpointError(
-            f"{saved.path}: {len(ours)} tensors are of a {config.model_type} for {task.replace('_', ' ')}, and "
-            f"{len(strange)} are not:\n{shown}\nExpected the names of one graph; give the head that it has (--head).",
-            path=saved.path,
-            problems=strange,
-        )
+        found = f"{len(strange)} tensors are not of a {config.model_type} for {task.replace('_', ' ')}:\n{shown}\n"
+        raise refused(saved.path, found, "the names of one graph; give its head (--head)", problems=strange)
     names = canonical_names(config.family, key_map, ours, bare=task == "base")
     return joined({names[name]: tensor for name, tensor in plain.items()}), "ours"
 
@@ -228,24 +218,16 @@ def _check(saved: SavedGraph, model: EncoderModel, style: str) -> bool:
     """
     report = model.load_report
     if report is not None and report.new:
-        raise CheckpointError(
-            f"{saved.path}: {len(report.new)} tensors of the model are not in the file: {', '.join(report.new[:10])}; "
-            "expected a checkpoint of the whole model; give the head that it has (--head)",
-            path=saved.path,
-            problems=list(report.new),
-        )
+        found = f"{len(report.new)} tensors of the model are not in the file: {', '.join(report.new[:10])}"
+        expected = "a checkpoint of the whole model; give the head that it has (--head)"
+        raise refused(saved.path, found, expected, problems=report.new)
     if style != "ours" or not saved.structural_hash:
         return False
     own = model.graph.structural_hash()
     if saved.structural_hash != own:
-        raise CheckpointError(
-            f"{saved.path}: made for the structure {saved.structural_hash[:8]}, and a {model.config.model_type} for "
-            f"{model.head.replace('_', ' ')} of this configuration is {own[:8]}; expected the configuration that the "
-            "checkpoint was made with",
-            path=saved.path,
-            found=saved.structural_hash,
-            expected=own,
-        )
+        found = f"made for the structure {saved.structural_hash[:8]}"
+        expected = f"that of the model, {own[:8]}: the configuration that the checkpoint was made with"
+        raise refused(saved.path, found, expected)
     return True
 
 
@@ -263,12 +245,8 @@ def _compare(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, fi
         if not same_bits(there[name], expected):
             wrong.append(name)
     if wrong:
-        raise ExportError(
-            f"export: {len(wrong)} tensors would differ from {file}: {', '.join(wrong[:10])}; expected equal "
-            "values. Nothing was written; please report this",
-            path=file,
-            problems=wrong,
-        )
+        found = f"{len(wrong)} written tensors would differ: {', '.join(wrong[:10])}. Nothing was written"
+        raise refused(file, found, "equal values; please report this", problems=wrong, kind=ExportError)
 
 
 _BIN = (".bin", ".bin.index.json")
@@ -374,10 +352,7 @@ def _files_in(root: Path, part: str, *, weights: bool) -> dict[str, bytes]:
             with os.fdopen(opened.open(entry.name), "rb") as file:
                 data = file.read(_COPY_LIMIT + 1)
             if len(data) > _COPY_LIMIT:
-                raise ExportError(
-                    f"{entry}: larger than {_COPY_LIMIT:,} bytes, expected a config or tokenizer file; move it away",
-                    path=str(entry),
-                    problems=["too large"],
-                )
+                expected = f"a config or tokenizer file of at most {_COPY_LIMIT:,} bytes; move it away"
+                raise refused(entry, "a larger file", expected, kind=ExportError)
             copies[f"{part}/{entry.name}" if part else entry.name] = data
         return copies

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl.errors import FlodlError
+from flodl_hf.checkpoints.folders import refused
 from flodl_hf.errors import ExportError
 
 if TYPE_CHECKING:
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
 
 
 BATCH, CHOICES, TOKENS = "batch", "choices", "tokens"
-_AXES = {
-    "last_hidden_state": (BATCH, TOKENS), "start_logits": (BATCH, TOKENS), "end_logits": (BATCH, TOKENS),
-    "prediction_logits": (BATCH, TOKENS),
-}  # fmt: skip
+_TOKEN_OUTPUTS = ("last_hidden_state", "start_logits", "end_logits", "prediction_logits")
 _OF_TOKENS = ("token_classification", "masked_lm", "replaced_tokens")
 
 
@@ -54,32 +52,24 @@ class Traced(nn.Module):
         super().__init__()
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
         if kinds != ["float32"]:
-            raise ExportError(
-                f"export: the model is in {' and '.join(kinds)}; expected float32, in which engines are compared. "
-                "Load it with dtype='float32', and let the engine choose its own precision",
-                problems=kinds,
+            expected = "float32, in which engines are compared. Load it with dtype='float32'"
+            raise refused(
+                "export", f"the model is in {' and '.join(kinds)}", expected, problems=kinds, kind=ExportError
             )
         self.model = _at_rest(model)
         recipe = model.sentence_recipe if model.head == "base" else None
         if recipe is not None and recipe.routes:
-            raise ExportError(
-                f"export: the folder has the routes {', '.join(recipe.routes)}, and one graph computes one of them; "
-                "expected a folder without. "
-                + (
-                    "Each has a separate transformer: export model.on_route('query')"
-                    if model.routed is not None
-                    else "Export with head='base' and no recipe: model.sentence_recipe = "
-                    "model.sentence_recipe.on('query')"
-                ),
-                problems=list(recipe.routes),
+            found = f"the folder has the routes {', '.join(recipe.routes)}, and one graph computes one of them"
+            expected = (
+                "one route. Export model.on_route('query')"
+                if model.routed is not None
+                else "one. Set model.sentence_recipe = model.sentence_recipe.on('query'), and export with head='base'"
             )
+            raise refused("export", found, expected, problems=list(recipe.routes), kind=ExportError)
         if recipe is not None and recipe.changes_states:
             kinds = [step.kind for step in recipe.tokens] or ["hidden states of several layers"]
-            raise ExportError(
-                f"export: found vectors from {', '.join(kinds)}, expected a pooling of the last "
-                "states. Export the transformer alone: model.sentence_recipe = None",
-                problems=kinds,
-            )
+            expected = "a pooling of the last states. Export the transformer alone: model.sentence_recipe = None"
+            raise refused("export", f"vectors from {', '.join(kinds)}", expected, problems=kinds, kind=ExportError)
         pooled = recipe is not None and recipe.splade is None and (recipe.late is None or recipe.late.beside)
         self._recipe = recipe if pooled else None
         names = ["input_ids", "attention_mask", *(["token_type_ids"] if model.config.token_types > 1 else [])]
@@ -88,11 +78,10 @@ class Traced(nn.Module):
         self.outputs = {name: self._axes_of(name) for name in self(**self.example())}
 
     def _axes_of(self, name: str) -> tuple[str, ...]:
-        if name == "logits" and self.model.head in _OF_TOKENS:
-            return (BATCH, TOKENS)
-        if name == "logits" and self.model.head == "multiple_choice":
-            return (BATCH, CHOICES)
-        return _AXES.get(name, (BATCH,))
+        if name == "logits":
+            second = {**dict.fromkeys(_OF_TOKENS, (TOKENS,)), "multiple_choice": (CHOICES,)}
+            return (BATCH, *second.get(self.model.head, ()))
+        return (BATCH, TOKENS) if name in _TOKEN_OUTPUTS else (BATCH,)
 
     @torch.no_grad()
     def forward(
@@ -155,11 +144,9 @@ class Traced(nn.Module):
                     if least > 2 or most < (longest if axis == TOKENS else 1_000_000):
                         faults.append(f"{axis} of {node.name} is from {least} to {most}")
         if faults:
-            raise ExportError(
-                f"export: torch's trace of {type(self.model).__name__} is valid for some shapes only: "
-                f"{'; '.join(faults)}; expected axes of any length. Please report this with the configuration",
-                problems=faults,
-            )
+            found = f"torch's trace of {type(self.model).__name__} is valid for some shapes only: {'; '.join(faults)}"
+            expected = "axes of any length. Please report this with the configuration"
+            raise refused("export", found, expected, problems=faults, kind=ExportError)
 
 
 def _at_rest(model: EncoderModel) -> EncoderModel:
@@ -190,11 +177,9 @@ def with_torch_defaults() -> Iterator[None]:
         raise
     except Exception as fault:
         first = next(iter(str(fault).splitlines()), "")
-        raise ExportError(
-            f"export: torch {torch.__version__} cannot write it ({type(fault).__name__}: {first}); expected a model of "
-            "which its exporters know every operation. Nothing was written; please report this with the configuration",
-            problems=[str(fault)],
-        ) from fault
+        found = f"torch {torch.__version__} cannot write it ({type(fault).__name__}: {first}). Nothing was written"
+        expected = "a model of which its exporters know every operation; please report this with the configuration"
+        raise refused("export", found, expected, problems=[str(fault)], kind=ExportError) from fault
     finally:
         for log, level in zip(logs, before, strict=True):
             log.setLevel(level)

@@ -11,6 +11,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ from torch import Tensor
 from flodl.errors import FlodlError
 from flodl.files import write_atomically
 from flodl_hf.checkpoints.config.model_config import read_config_file
-from flodl_hf.checkpoints.folders import WEIGHT_FILES
+from flodl_hf.checkpoints.folders import WEIGHT_FILES, refused
 from flodl_hf.checkpoints.saving.state import same_bits
 from flodl_hf.checkpoints.sentence.settings import transformer_folder, transformer_folders
 from flodl_hf.checkpoints.system import own_version
@@ -107,16 +108,14 @@ def verify_export(
         ExportError: the folder was exported for another engine; its receipt lists the comparisons.
     """
     place = Path(folder)
-    parts = _parts(place)
+    parts = [""]  # also if modules.json is damaged
+    with suppress(FlodlError):
+        parts = transformer_folders(place)
     held = next((name for name in ENGINE_FILES if (place / name).is_file()), None)
     if held is not None and not any((place / part / name).is_file() for part in parts for name in WEIGHT_FILES):
-        raise ExportError(
-            f"{place}: found {held}, written for another engine, without weights; expected a model's folder. Its "
-            f"comparison is in its {RECEIPT}; `flodl-hf verify` compares its files, and `flodl-hf "
-            "verify-endpoint` an ONNX file's outputs with a model's",
-            path=str(place),
-            problems=[held],
-        )
+        found = f"found {held}, written for another engine, without weights; its comparison is in its {RECEIPT}"
+        expected = "a model's folder. `flodl-hf verify` compares its files, `flodl-hf verify-endpoint` an ONNX file"
+        raise refused(place, found, expected, problems=[held], kind=ExportError)
     base = None if source is None else Path(source)
     result = Verification(str(place.name), None if base is None else str(source))
     single = base if base is None or parts != [""] else transformer_folder(base)
@@ -128,7 +127,10 @@ def verify_export(
         for part in parts:
             found = Verification(part, None)
             origin = base / part if base is not None and (base / part).is_dir() else base
-            own = _Run(place / part, origin, _model_of(model, part), found)
+            live = model
+            if model is not None and model.routed is not None and model.sentence_recipe is not None:
+                live = model if model.sentence_recipe.transformer == part else model.routed.at(part)
+            own = _Run(place / part, origin, live, found)
             _check(own, [check for check in CHECKS if check is not _as_written])
             result.checks += [replace(check, name=f"{part}: {check.name}") for check in found.checks]
             run._model = run._model or own._model
@@ -154,20 +156,6 @@ def _check(run: _Run, checks: Sequence[Callable[[_Run], Iterator[Check]]]) -> No
             found.append(Check(name, "fail", str(fault)))
         if check is _opens and found[-1].status == "fail":
             break
-
-
-def _parts(folder: Path) -> list[str]:
-    """Return the folders with weights; only the root if ``modules.json`` is missing or damaged."""
-    try:
-        return transformer_folders(folder)
-    except FlodlError:
-        return [""]
-
-
-def _model_of(model: EncoderModel | None, part: str) -> Any:
-    if model is None or model.routed is None or model.sentence_recipe is None:
-        return model
-    return model if model.sentence_recipe.transformer == part else model.routed.at(part)
 
 
 class _Run:
@@ -232,16 +220,8 @@ def _bytes(run: _Run) -> Iterator[Check]:
         both = [n for n in a if n in b and n not in other]
         left, right = ours.read_all(both), theirs.read_all(both)
         differing = [n for n in both if not same_bits(left[n], right[n])]
-    faults = [
-        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        for what, names in (
-            ("lost", lost),
-            ("added", added),
-            ("of another dtype or shape", other),
-            ("with other bytes", differing),
-        )
-        if names
-    ]
+    groups = {"lost": lost, "added": added, "of another dtype or shape": other, "with other bytes": differing}
+    faults = [f"{len(names)} {what} ({', '.join(names[:3])})" for what, names in groups.items() if names]
     detail = "; ".join(faults) or f"{len(both)} tensors: names, dtypes, shapes and bytes"
     yield _verdict("tensors equal the source's", not faults, detail)
     here, there = read_config_file(run.place).source, read_config_file(run.base).source
@@ -343,14 +323,14 @@ def _facts(run: _Run, command: str | None) -> dict[str, Any]:
     model = run._model
     return {
         "sha256": {p.relative_to(run.place).as_posix(): digest_of(p) for p in files},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": version() if available() else None,
-            "flodl-hf": own_version(),
-        },
+        "versions": versions() | {"transformers": version() if available() else None},
         "device": None if model is None else str(model.device),
         "dtype": None if model is None else str(model.dtype).removeprefix("torch."),
         "command": command,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions of Python, torch and this package, for a receipt."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "flodl-hf": own_version()}

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flodl_hf.checkpoints.keywords import accept_keywords
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, recipe_on
-from flodl_hf.checkpoints.sentence.steps import Step
+from flodl_hf.checkpoints.sentence.steps import Layer
 from flodl_hf.checkpoints.sentence.vectors import MultiVectorConfig, SparseVectors, from_tokens, marker_id
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.prediction_keywords import LEXICAL
@@ -115,7 +115,7 @@ def padded_batches(
 
 
 def convolved(
-    model: EncoderModel, recipe: SentenceTransformerConfig, names: tuple[Any, ...], prompt: str, dense: Sequence[Step],
+    model: EncoderModel, recipe: SentenceTransformerConfig, names: tuple[Any, ...], prompt: str, dense: Sequence[Layer],
     texts: Sequence[str], *, truncate_dim: int | None, normalize: bool, strict: bool,
 ) -> Tensor:  # fmt: skip
     """Return the vectors of texts in padded batches; arguments as of `pooled_beyond`."""
@@ -140,7 +140,7 @@ def prompt_tokens(model: EncoderModel, recipe: SentenceTransformerConfig, prompt
 
 def pooled_beyond(
     model: EncoderModel, recipe: SentenceTransformerConfig, names: tuple[Any, ...], prompt: str,
-    dense: Sequence[Step], *, truncate_dim: int | None, normalize: bool, batch_invariant: bool = False,
+    dense: Sequence[Layer], *, truncate_dim: int | None, normalize: bool, batch_invariant: bool = False,
 ) -> tuple[Work, Callable[[list[str], Encoded, Pending], Tensor]]:  # fmt: skip
     """Return how texts are pooled where dense layers follow, or where a prompt's tokens do not count.
 

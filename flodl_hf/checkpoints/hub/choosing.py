@@ -113,8 +113,8 @@ def select_modules(request: HubRequest, names: Iterable[str], folder: Path) -> l
     prefix = request.prefix
     present, found = set(names), []
     wanted = (CONFIG_NAME, *((WEIGHTS, BIN) if WEIGHTS in request.files else ()))
-    for part, holds_transformer in _modules_in(request, folder):
-        if holds_transformer:
+    for part, has_transformer in _modules_in(request, folder):
+        if has_transformer:
             found += select(replace(request, subfolder=prefix + part, modules=False), present)
         else:
             found += sorted(present.intersection(f"{prefix}{part}/{name}" for name in wanted))
@@ -138,11 +138,6 @@ def lacking(request: HubRequest, folder: Path, present: Sequence[str]) -> list[s
         below = [name.removeprefix(f"{part}/") for name in present if name.startswith(f"{part}/")]
         missing += [f"{part}/{name}" for name in lacking(replace(request, modules=False), folder / part, below)]
     return missing
-
-
-def any_present(request: HubRequest, present: Sequence[str]) -> bool:
-    """Return whether a folder of the cache contains any requested file, or a file that names them."""
-    return bool(matching(present, request.files)) or (request.modules and _MODULES in present)
 
 
 def _modules_in(request: HubRequest, folder: Path) -> Iterable[tuple[str, bool]]:

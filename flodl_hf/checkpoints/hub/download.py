@@ -20,10 +20,9 @@ from typing import Any
 
 from flodl.errors import FlodlError, capped, nearest, printable
 from flodl.files import read_regular
-from flodl_hf.checkpoints.folders import MODEL_FILES, local_folder
+from flodl_hf.checkpoints.folders import MODEL_FILES, local_folder, matching, refused
 from flodl_hf.checkpoints.hub.choosing import (
     WEIGHTS,
-    any_present,
     check_cached,
     config_telling,
     lacking,
@@ -49,7 +48,6 @@ _ADDRESS = re.compile(rf"https?://(huggingface\.co|hf\.co)/(?P<name>{_NAME.patte
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,255}")
 _SUBFOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,127}(/[A-Za-z0-9_][A-Za-z0-9_. -]{0,127})*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _ETAG = re.compile(r"[A-Za-z0-9_.:=+-]{1,200}")
 
 # Without a network the caller should know within seconds; huggingface_hub's own retries take half a minute.
@@ -92,7 +90,7 @@ def resolve_folder(
     path = local_folder(name_or_path)
     if path is not None and not hub.get("subfolder"):
         return path, None
-    resolved = resolve(name_or_path, files=files, **hub)
+    resolved = resolve(name_or_path, files=files, modules=True, **hub)
     return resolved.folder, resolved.commit
 
 
@@ -105,6 +103,7 @@ def resolve(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     files: Sequence[str] = MODEL_FILES,
+    modules: bool = False,
 ) -> Resolved:
     """Return the folder that holds the files of ``name_or_path``, fetching what is missing.
 
@@ -119,8 +118,8 @@ def resolve(
         cache_dir: where downloads are kept, by default as huggingface_hub has it.
         local_files_only: open no network connection.
         files: patterns of the requested files, relative to ``subfolder``; ``"model.safetensors"``
-            stands for the weights, in one file or many. Files in the folders of modules, which ``modules.json``
-            names, are requested too.
+            stands for the weights, in one file or many.
+        modules: whether files in the folders of modules, which ``modules.json`` names, are requested too.
 
     Raises:
         HubError: the name is malformed or not found, access is refused, the network is
@@ -131,11 +130,8 @@ def resolve(
         return _local(path, subfolder, revision)
     text = os.fspath(name_or_path)
     if subfolder and not _plain(subfolder, _SUBFOLDER):
-        raise HubError(
-            f"subfolder {printable(subfolder)}: expected names separated by '/', relative and without '..'; correct it",
-            name=text,
-            subfolder=subfolder,
-        )
+        expected = "names separated by '/', relative and without '..'"
+        raise refused("subfolder", f"found {printable(subfolder)}", expected, kind=HubError, name=text)
     name, wanted = _repository(text, revision)
     from huggingface_hub import constants
 
@@ -146,7 +142,7 @@ def resolve(
         token=token,
         cache=Path(cache_dir if cache_dir is not None else constants.HF_HUB_CACHE).expanduser(),
         files=tuple(files),
-        modules=True,
+        modules=modules,
     )
     if local_files_only or constants.HF_HUB_OFFLINE:
         why = "local_files_only is set" if local_files_only else "HF_HUB_OFFLINE is set"
@@ -168,32 +164,23 @@ def expect_place(name_or_path: str | os.PathLike[str]) -> Path | None:
         HubError: it is a URL, a path that does not exist, or neither text nor a path.
     """
     text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
-    if text == "":
-        raise HubError("model: found an empty name; expected a folder, or a repository as 'owner/name'", name="")
-    if not isinstance(text, str) or any(ord(char) < 32 or ord(char) == 127 for char in text):
-        raise HubError(
-            f"{printable(str(name_or_path))}: no valid name; expected a folder, 'owner/name' or 'owner/name@revision'",
-            name=str(name_or_path),
-        )
+    if not isinstance(text, str) or not text or any(ord(char) < 32 or ord(char) == 127 for char in text):
+        found = "an empty name" if text == "" else "no valid name"
+        what = printable(str(name_or_path))
+        raise refused(what, found, "a folder, 'owner/name' or 'owner/name@revision'", kind=HubError, name=text or "")
     path = Path(os.path.expanduser(text))
     try:
         if path.exists():
             return path
     except OSError:
         pass
+    expected = "a folder that exists, or a repository as 'owner/name'"
     if "://" in text:
         meant = _ADDRESS.fullmatch(text)
-        raise HubError(
-            f"{text[:400]}: an address; expected a folder, or a repository as 'owner/name'"
-            + (f"; pass {meant['name']!r}" if meant else "; download it, and pass its folder"),
-            name=text,
-        )
+        todo = f"; pass {meant['name']!r}" if meant else "; download it, and pass its folder"
+        raise refused(text[:400], "an address", expected + todo, kind=HubError, name=text)
     if isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~", "\\")) or text.count("/") > 1:
-        raise HubError(
-            f"{text[:400]}: no such folder{_alike(text)}; expected one that exists: check the path, or pass a "
-            "repository as 'owner/name'",
-            name=text,
-        )
+        raise refused(text[:400], f"no such folder{_alike(text)}", expected, kind=HubError, name=text)
     return None
 
 
@@ -204,26 +191,15 @@ def _repository(text: str, revision: str | None) -> tuple[str, str]:
         HubError: one of them is malformed, or two revisions are requested.
     """
     name, at, stated = text.partition("@")
-    if at and revision is not None and revision != stated:
-        raise HubError(
-            f"{text}: the name requests revision {stated!r} and the argument for {revision!r}; give one of them",
-            name=name,
-            revision=revision,
-        )
     wanted = stated if at else revision or "main"
     if not _plain(name, _NAME):
-        raise HubError(
-            f"{printable(text)}: neither a folder that exists nor a repository name; a repository is "
-            "'owner/name', "
-            "each part at most 96 letters, digits, '-', '_' and '.'",
-            name=name,
-        )
-    if not _plain(wanted, _REVISION):
-        raise HubError(
-            f"{name}: revision {printable(wanted)} expected the name of a branch, tag or commit; correct it",
-            name=name,
-            revision=wanted,
-        )
+        found = "neither a folder that exists nor a repository name"
+        expected = "'owner/name', each part at most 96 letters, digits, '-', '_' and '.'"
+        raise refused(printable(text), found, expected, kind=HubError, name=name)
+    if not _plain(wanted, _REVISION) or (at and revision not in (None, stated)):
+        found = f"revision {printable(wanted)}" + (f" and revision={revision!r}" if at and revision else "")
+        expected = "the name of one branch, tag or commit"
+        raise refused(name, found, expected, kind=HubError, name=name, revision=wanted)
     return name, wanted
 
 
@@ -232,20 +208,16 @@ def _plain(text: str, grammar: re.Pattern[str]) -> bool:
 
 
 def _local(path: Path, subfolder: str, revision: str | None) -> Resolved:
-    if not path.is_dir():
-        raise HubError(f"{path}: is a file; pass the folder of config.json and the weights", name=str(path))
+    folder = path / subfolder
     if revision not in (None, "main"):
-        raise HubError(
-            f"{path}: a local folder has no revision {revision!r}; leave revision out, or pass a repository name",
-            name=str(path),
-            revision=revision,
-        )
-    folder = path / subfolder if subfolder else path
-    if not os.path.isdir(folder):  # Path.is_dir raises for a name that no folder can have
-        raise HubError(f"{path}: has no folder {subfolder!r}; check subfolder", name=str(path), subfolder=subfolder)
-    if not folder.resolve().is_relative_to(path.resolve()):
-        raise HubError(f"{path}: the folder {subfolder!r} leads out of it; check subfolder", name=str(path))
-    return Resolved(folder)
+        found, expected = f"a local path has no revision {revision!r}", "none, or the name of a repository"
+    elif not os.path.isdir(folder):  # Path.is_dir raises for a name that no folder can have
+        found, expected = f"is a file, or has no folder {subfolder!r}", "the folder of config.json and the weights"
+    elif not folder.resolve().is_relative_to(path.resolve()):
+        found, expected = f"the folder {subfolder!r} leads out of it", "a folder inside"
+    else:
+        return Resolved(folder)
+    raise refused(path, found, expected, kind=HubError, name=str(path), revision=revision)
 
 
 def _alike(path: str) -> str:
@@ -286,7 +258,7 @@ def _from_cache(request: HubRequest, why: str) -> Resolved:
                 offline=True,
                 missing=missing,
             )
-    elif not any_present(request, present):
+    elif not (matching(present, request.files) or (request.modules and "modules.json" in present)):
         raise request.error(f"in the cache without any of {', '.join(request.files)}, and {why}", remedy, offline=True)
     names = [request.prefix + name for name in present]
     wanted = replace(request, weights=named_weights(folder, present))
@@ -352,8 +324,6 @@ def _bring(request: HubRequest, commit: str, names: Sequence[str], siblings: Map
     """Have files in the cache, and each as the Hub announced it."""
     from huggingface_hub import constants
 
-    for filename in names:
-        _check_announced(request, siblings[filename])
     snapshot = request.storage / "snapshots" / commit
     pause = _PAUSES * float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
     for filename in names:
@@ -364,11 +334,11 @@ def _bring(request: HubRequest, commit: str, names: Sequence[str], siblings: Map
             fetch = partial(_fetch, request, filename, commit, cached=cached, again=attempt == 1)
             try:
                 within(fetch, time_for(siblings[filename].size, request.storage / "blobs", pause))
+                fault = _fault(target, siblings[filename], check_bytes=not cached or attempt == 1)
             except FlodlError:
                 raise
             except Exception as cause:
                 explain(request, cause, filename)
-            fault = _fault(target, siblings[filename], check_bytes=not cached or attempt == 1)
             if fault is None:
                 break
         else:
@@ -378,25 +348,6 @@ def _bring(request: HubRequest, commit: str, names: Sequence[str], siblings: Map
                 f"try again; if it stays so, a proxy or mirror alters the file, or {target} has to be removed",
                 file=filename,
             )
-
-
-def _check_announced(request: HubRequest, announced: Any) -> None:
-    """Refuse a file with an invalid length or digest.
-
-    Raises:
-        HubError: the server's file metadata is invalid.
-    """
-    size, digest = announced.size, getattr(announced.lfs, "sha256", "0" * 64)
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
-        found = f"length {printable(str(size), 40)}, expected a number of bytes"
-    elif not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        found = f"digest {printable(str(digest), 80)}, expected a SHA-256"
-    elif not isinstance(announced.blob_id, (str, type(None))):
-        found = f"digest {printable(str(announced.blob_id), 80)}, expected one of git"
-    else:
-        return
-    name = printable(announced.rfilename)[1:-1]
-    raise request.no_hub(f"{name}: the server announces {found}", file=name)
 
 
 def _fetch(request: HubRequest, filename: str, commit: str, *, cached: bool, again: bool) -> None:

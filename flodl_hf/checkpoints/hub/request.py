@@ -101,29 +101,35 @@ def reason(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {text[0]}" if text else type(error).__name__, 160)
 
 
+_LOGIN = "log in with `hf auth login`, set HF_TOKEN, or pass token="
+_FAILURES = {
+    "GatedRepoError": ("access is granted on request only", f"request access on the model's page, then {_LOGIN}"),
+    "RevisionNotFoundError": (
+        "the repository has no such revision", "expected a branch, tag or commit of it: check the name",
+    ),
+    "RepositoryNotFoundError": (
+        "no such repository, or a private one that this token may not see",
+        f"expected 'owner/name': check the spelling; for a private repository {_LOGIN}",
+    ),
+    "EntryNotFoundError": ("no such file in the repository", "expected one of its files: check name and subfolder"),
+    "HFValidationError": ("not a valid name", "expected 'owner/name': correct it"),
+}  # fmt: skip
+
+
 def explain(request: HubRequest, cause: BaseException, filename: str | None = None) -> NoReturn:
     """Raise the ``HubError`` that explains a failure of huggingface_hub."""
     names = {kind.__name__ for link in _chain(cause) for kind in type(link).__mro__}
-    what = f"{filename}: " if filename else ""
     status = next((s for s in map(_status, _chain(cause)) if s is not None), None)
-    login = "log in with `hf auth login`, set HF_TOKEN, or pass token="
-    if "GatedRepoError" in names:
-        found, remedy = "access is granted on request only", f"request access on the model's page, then {login}"
-    elif "RevisionNotFoundError" in names:
-        what = ""
-        found, remedy = "the repository has no such revision", "expected a branch, tag or commit of it: check the name"
-    elif status in (401, 403) and "RepositoryNotFoundError" not in names:
-        found, remedy = f"access is refused ({status}), expected a token that may read it", login
-    elif "RepositoryNotFoundError" in names:
-        found = "no such repository, or a private one that this token may not see"
-        remedy = f"expected 'owner/name': check the spelling; for a private repository {login}"
+    known = next((name for name in _FAILURES if name in names), None)
+    if known == "EntryNotFoundError" and "LocalEntryNotFoundError" in names:
+        known = None
+    if known is not None and (status not in (401, 403) or known != "EntryNotFoundError"):
+        found, remedy = _FAILURES[known]
+    elif status in (401, 403):
+        found, remedy = f"access is refused ({status}), expected a token that may read it", _LOGIN
     elif isinstance(cause, TimeoutError) and status is None:
         found = f"the server sends too slowly ({cause}), expected at least {LEAST_RATE >> 10} KiB a second"
         remedy = "try again; on a very slow line set HF_HUB_DOWNLOAD_TIMEOUT to more seconds, or pass a folder"
-    elif "EntryNotFoundError" in names and "LocalEntryNotFoundError" not in names:
-        found, remedy = "no such file in the repository", "expected one of its files: check name and subfolder"
-    elif "HFValidationError" in names:
-        found, remedy = "not a valid name", "expected 'owner/name': correct it"
     elif "FileMetadataError" in names or isinstance(cause, (ValueError, KeyError, TypeError)):
         found = f"the server's answer is no Hub answer ({reason(cause)}), expected one"
         remedy = "check HF_ENDPOINT"
@@ -131,10 +137,9 @@ def explain(request: HubRequest, cause: BaseException, filename: str | None = No
         found = f"the cache {request.cache} cannot be written ({reason(cause)})"
         remedy = "expected a folder to write into: free space, or name another one with cache_dir or HF_HOME"
     else:
-        found = f"the question for its files failed ({reason(cause)}), expected a list of them"
-        if filename:
-            found = f"the download failed ({reason(cause)}), expected the file as the Hub announces it"
+        found = f"the request failed ({reason(cause)}), expected the files as the Hub announces them"
         remedy = "try again; with the files at hand, pass their folder, or local_files_only=True if they are cached"
+    what = f"{filename}: " if filename and known != "RevisionNotFoundError" else ""
     raise request.error(what + found, remedy, status=status) from cause
 
 
@@ -239,8 +244,9 @@ def token_for_one_host(endpoint: str, authorization: str | None = None) -> Itera
     # Where a connection fails, huggingface_hub closes its client and has its factory make another for the next try.
     http: Any = getattr(utils, "_http", None)
     factory = getattr(http, "_GLOBAL_CLIENT_FACTORY", None)
-    if factory is not None and getattr(factory, "func", None) is not _guarded_client:
-        http._GLOBAL_CLIENT_FACTORY = partial(_guarded_client, factory)
+    if factory is not None and not hasattr(factory, "guarded"):
+        http._GLOBAL_CLIENT_FACTORY = made = partial(lambda factory: _guarded(factory()), factory)
+        made.guarded = True  # type: ignore[attr-defined]
     _guarded(utils.get_session())
     before = _home.set(endpoint)
     key = (authorization or "", endpoint)
@@ -254,11 +260,6 @@ def token_for_one_host(endpoint: str, authorization: str | None = None) -> Itera
             _bound[key] -= 1
             if not _bound[key]:
                 del _bound[key]
-
-
-def _guarded_client(factory: Callable[[], Any]) -> Any:
-    """Return a client of a factory; it sends tokens to one server only."""
-    return _guarded(factory())
 
 
 def _guarded(client: Any) -> Any:

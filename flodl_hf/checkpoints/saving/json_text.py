@@ -38,11 +38,12 @@ def patch_json(source_text: str, changes: Mapping[str, Any], *, remove: Collecti
     if not isinstance(source, dict):
         raise refused(_WHAT, f"a JSON {type(source).__name__}", "one object", kind=ExportError)
     table = {key: value for key, value in source.items() if key not in remove} | dict(changes)
-    try:
-        json.dumps(changes, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        found = f"values that JSON does not have ({error})"
-        raise refused(_WHAT, found, "numbers, texts, lists and tables", kind=ExportError) from error
+    for key, value in changes.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            found, expected = f"key {printable(key)}: {error}", "numbers, texts, lists and tables"
+            raise refused(_WHAT, found, expected, kind=ExportError, key=key) from error
     if json.dumps(table) == json.dumps(source):
         return source_text
     json.loads(source_text, parse_float=_finite)

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flodl.errors import ConfigError, printable, shown
-from flodl_hf.checkpoints.folders import is_entry, read_member
+from flodl.errors import ConfigError, FlodlError, printable, shown
+from flodl_hf.checkpoints.folders import is_entry, read_member, refused
 from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 
 _MOST = 1 << 30
@@ -19,7 +19,7 @@ _SETTINGS = "config.json"
 
 
 def read_module(
-    root: Path, part: str, known: Collection[str], name: str = _SETTINGS
+    root: Path, part: str, known: Collection[str], name: str, *, weights: bool
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, bytes]]:
     """Return the settings and tensors of a module in a folder below ``root``, and its files by relative names.
 
@@ -28,17 +28,19 @@ def read_module(
         part: the folder of the module, from there.
         known: names of settings; others are ignored with one warning.
         name: the file of settings.
+        weights: the module has tensors; settings of others are optional.
 
     Raises:
         ConfigError: the settings are damaged.
         CheckpointError: the weights are damaged.
     """
     file = f"{part}/{name}"
-    settings = settings_in(root, file, known)
-    with Checkpoint.open(root / part) as checkpoint:
-        names = {f"{part}/{file.name}" for file in checkpoint.manifest.files}
-        tensors = checkpoint.read_all()
-    files = {file: read_member(root, file, _MOST) for file in sorted({file, *names}) if is_entry(root, file)}
+    settings, names, tensors = settings_in(root, file, known, optional=not weights), {file}, {}
+    if weights:
+        with Checkpoint.open(root / part) as checkpoint:
+            names |= {f"{part}/{file.name}" for file in checkpoint.manifest.files}
+            tensors = checkpoint.read_all()
+    files = {file: read_member(root, file, _MOST) for file in sorted(names) if is_entry(root, file)}
     return settings, tensors, files
 
 
@@ -60,39 +62,20 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def refuse_setting(path: Path, key: str, value: Any, expected: str) -> ConfigError:
+def refuse_setting(path: Path, key: str, value: Any, expected: str) -> FlodlError:
     """Return the error of a setting that changes numbers and is not supported."""
-    said = printable(value, 80) if isinstance(value, str) else shown(value, 80)
-    return ConfigError(
-        f"{path}: found {key}: {said}, expected {expected}; other values are not supported. Correct it, or load the "
-        "transformer's own folder without it.",
-        where=str(path),
-        problems=[key],
-        key=key,
-        value=value,
-    )
-
-
-def wrong_tensors(path: Path, tensors: Mapping[str, Tensor], expected: str) -> ConfigError:
-    """Return the error for a module with tensors that contradict its settings."""
-    found = {name: tuple(tensor.shape) for name, tensor in sorted(tensors.items())}
-    return ConfigError(
-        f"{path}: found tensors {shown(found, 120)}, expected {expected}. Fetch the folder again.",
-        where=str(path),
-        problems=sorted(tensors),
-    )
+    advice = f"{expected}; other values are not supported. Correct it, or load the transformer's own folder without it"
+    found = f"found {key}: {shown(value, 80)}"
+    return refused(path, found, advice, problems=[key], kind=ConfigError, key=key, value=value)
 
 
 _LIMIT = 1_000_000
 
 
-def wrong(path: Path, problem: str, expected: str) -> ConfigError:
+def wrong(path: Path, problem: str, expected: str) -> FlodlError:
     """Return the error for a file with unexpected contents."""
-    return ConfigError(
-        f"{path}: {problem}; expected {expected}. Fetch the file again or correct it.",
-        where=str(path),
-        problems=[path.name],
-    )
+    advice = f"{expected}. Fetch the file again or correct it"
+    return refused(path, problem, advice, problems=[path.name], kind=ConfigError)
 
 
 def read_json(root: Path, name: str) -> Any:

@@ -35,15 +35,7 @@ from flodl_hf.checkpoints.sentence.settings import (
     transformer_folder,
     transformer_settings,
 )
-from flodl_hf.checkpoints.sentence.steps import (
-    STEPS,
-    Convolutions,
-    Dense,
-    LayerWeights,
-    Scaled,
-    Step,
-    read_step,
-)
+from flodl_hf.checkpoints.sentence.steps import STEPS, Dense, Layer, Step, read_step
 from flodl_hf.checkpoints.sentence.vectors import (
     MultiVectorConfig,
     SpladePooling,
@@ -117,9 +109,9 @@ class SentenceTransformerConfig:
     max_tokens: int | None = None
     lower_case: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
-    dense: tuple[Step, ...] = ()
-    tokens: tuple[Step, ...] = ()
-    layers: LayerWeights | None = None
+    dense: tuple[Layer, ...] = ()
+    tokens: tuple[Layer, ...] = ()
+    layers: Step | None = None
     layer: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -145,7 +137,7 @@ class SentenceTransformerConfig:
     @property
     def reads_padding(self) -> bool:
         """Whether vectors depend on the padding of a batch, which convolutions read."""
-        return any(isinstance(step, Convolutions) for step in self.tokens)
+        return any(step.kind == "CNN" for step in self.tokens)
 
     @property
     def scorer(self) -> Dense | None:
@@ -198,11 +190,8 @@ class SentenceTransformerConfig:
         if found is not None and found in self.routes:
             return found
         names = list(dict.fromkeys((*self.routes, *self.kinds)))
-        if route is None:
-            raise PredictError(f"route: this model has no default route; expected one of {', '.join(names)}")
-        raise PredictError(
-            f"route={route!r}: this model has no such route{nearest(route, names)}; expected one of {', '.join(names)}"
-        )
+        hint = "" if route is None else nearest(route, names)
+        raise PredictError(f"route={route!r}: this model has no such route{hint}; expected one of {', '.join(names)}")
 
     def on(self, route: str | None = None) -> SentenceTransformerConfig:
         """Return the recipe of the texts of one route, this one where there are no routes; see `route_of`."""
@@ -275,11 +264,9 @@ def read_recipe(root: Path) -> SentenceTransformerConfig | None:
     usual = found[routing.first]
     if not routing.files:
         return usual
-    if late := [name for name, own in found.items() if own.late is not None or own.splade is not None]:
-        raise wrong(
-            root / routing.files[0], f"the route {printable(late[0])} gives sparse vectors, or one for each token",
-            "routes that give one vector for each text",
-        )  # fmt: skip
+    if any(own.late is not None or own.splade is not None for own in found.values()):
+        expected = "routes that give one vector for each text"
+        raise wrong(root / routing.files[0], "found routes with sparse vectors or vectors of tokens", expected)
     files = {name: data for own in found.values() for name, data in own.files.items()}
     if files:
         files |= {name: bytes_of(root, name) for name in routing.files}
@@ -302,13 +289,13 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
     stated = settings_in(root, bounds, optional=True)
     settings = transformer_settings(stated, root / bounds, several=keep, late=late)
     pooling: tuple[Any, ...] = ("pooler",) if settings.pooler else ("mean",)
-    before: list[Step] = []
-    behind: list[Step] = []
+    before: list[Layer] = []
+    behind: list[Layer] = []
     steps = before if "Pooling" in kinds else behind
     more: dict[str, bytes] = {}
     splade: SpladePooling | None = None
     mask: dict[str, Any] = {}
-    layers: LayerWeights | None = None
+    layers: Step | None = None
     included = True
     for module, kind in zip(modules, kinds, strict=True):
         folder = folder_of(root, module)
@@ -326,7 +313,7 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
         elif kind in STEPS:
             step, files = read_step(root, kind, module)
             more |= files
-            if isinstance(step, LayerWeights):
+            if kind == "WeightedLayerPooling" and isinstance(step, Step):
                 layers = step
                 continue
             if step.of_tokens != (steps is before) and not late:
@@ -343,8 +330,8 @@ def _recipe(root: Path, modules: Modules, transformer: str, *, keep: bool) -> Se
     config = settings_in(root / transformer, CONFIG_NAME, optional=True) if layers is not None else {}
     if {**config, **settings.config}.get("output_hidden_states") is not True:
         layers = None  # sentence-transformers then ignores the module
-    normalize = bool(behind) and isinstance(behind[-1], Scaled)
-    while behind and isinstance(behind[-1], Scaled):
+    normalize = bool(behind) and behind[-1].kind == "Normalize"
+    while behind and behind[-1].kind == "Normalize":
         behind.pop()
     projections = [step for step in behind if isinstance(step, Dense)]
     tokens = None
@@ -405,12 +392,8 @@ def _prompts(settings: Mapping[str, Any], path: Path) -> tuple[dict[str, str], s
     prompts, usual = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise wrong(path, f"prompts is {shown(prompts, 60)}", "a table of texts")
-    if usual is not None and (not isinstance(usual, str) or usual not in prompts):
-        raise wrong(
-            path,
-            f"default_prompt_name is {shown(usual, 60)}",
-            f"one of {', '.join(map(printable, prompts)) or 'no prompts'}",
-        )
+    if usual not in (None, *prompts):
+        raise wrong(path, f"default_prompt_name is {shown(usual, 60)}", f"a name in {shown(list(prompts), 200)}")
     return prompts, usual
 
 
@@ -418,29 +401,16 @@ def _splade(root: Path, name: str) -> SpladePooling:
     settings = settings_in(root, name, _SPLADE_KEYS, optional=True)
     found = SpladePooling(settings.get("pooling_strategy", "max"), settings.get("activation_function", "relu"))
     if found.strategy not in ("max", "sum") or found.activation not in ("relu", "log1p_relu"):
-        raise wrong(
-            root / name, f"found {shown(settings, 80)}", "the strategy max or sum, the activation relu or log1p_relu"
-        )
+        expected = "the strategy max or sum, the activation relu or log1p_relu"
+        raise wrong(root / name, f"found {shown(settings, 80)}", expected)
     return found
 
 
 def _pooling(root: Path, name: str) -> tuple[Any, ...]:
     settings = settings_in(root, name, _POOLING_KEYS)
-    stated = settings.get("pooling_mode")
-    if isinstance(stated, str):
-        stated = [stated]
-    if stated is not None and not (isinstance(stated, list) and all(isinstance(part, str) for part in stated)):
-        found = f"pooling_mode is {shown(stated, 60)}"
-        raise wrong(root / name, found, "the name of a pooling, or a list of names")
-    for key in POOLINGS:
-        if not isinstance(settings.get(key, False), bool):
-            raise wrong(root / name, f"{key} is {shown(settings[key], 60)}", "true or false")
-    if stated:
-        named = tuple(_NEWPOOLINGS.get(name, name) for name in stated)
-        unknown = [name for name in named if name not in POOLINGS.values()]
-        if unknown:
-            known = ", ".join(POOLINGS.values())
-            raise wrong(root / name, f"pooling_mode names {printable(unknown[0], 60)}", f"one or more of {known}")
-        return named
-    chosen = tuple(name for key, name in POOLINGS.items() if settings.get(key) is True)
-    return chosen or ("mean",)
+    stated = settings.get("pooling_mode") or [name for key, name in POOLINGS.items() if settings.get(key)] or ["mean"]
+    names = stated if isinstance(stated, list) else [stated]
+    found = tuple(_NEWPOOLINGS.get(name, name) if isinstance(name, str) else "" for name in names)
+    if not set(found) <= set(POOLINGS.values()):
+        raise wrong(root / name, f"the pooling is {shown(stated, 60)}", f"some of {', '.join(POOLINGS.values())}")
+    return found

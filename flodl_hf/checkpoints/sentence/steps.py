@@ -7,7 +7,7 @@ vector of a text (LaBSE, GTR), or it follows the transformer and changes the vec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,251 +15,83 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flodl.errors import printable
+from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoints.config.file import ACTIVATIONS, activate, activation_at
+from flodl_hf.checkpoints.folders import refused
 from flodl_hf.checkpoints.sentence.files import (
-    bytes_of,
     folder_of,
     module_files,
     read_module,
     refuse_setting,
-    settings_in,
-    wrong_tensors,
 )
 
-STEPS = ("Dense", "LayerNorm", "Dropout", "Normalize", "CNN", "WeightedLayerPooling")
-"""Kinds of modules that are read by `read_step`."""
+_TEXTS, _TOKENS = "sentence_embedding", "token_embeddings"
+STEPS = {
+    "Dense": (
+        "in_features", "out_features", "bias", "activation_function", "module_input_name", "module_output_name",
+        "use_residual",
+    ),
+    "LayerNorm": ("dimension",),
+    "Dropout": ("dropout",),
+    "Normalize": ("module_input_name", "module_output_name"),
+    "CNN": (
+        "in_embedding_dimension", "in_word_embedding_dimension", "out_channels", "kernel_sizes", "stride_sizes",
+    ),
+    "WeightedLayerPooling": ("embedding_dimension", "word_embedding_dimension", "layer_start", "num_hidden_layers"),
+}  # fmt: skip
+"""Kinds of modules that are read by `read_step`, with the known settings of each."""
 
-_CNN = "cnn_config.json"
-_EMBEDDINGS = "token_embeddings"
 
-
+@dataclass(frozen=True, eq=False)
 class Step:
-    """A function of vectors.
+    """A module that changes vectors: Normalize, Dropout, LayerNorm, CNN; or the weights of WeightedLayerPooling.
 
     Attributes:
         kind: the module's class.
+        settings: of its file, to be written back.
+        tensors: of its file, in float32.
         of_tokens: whether the module changes token vectors rather than text vectors.
         size: number of features of the output; None if equal to the input's.
     """
 
     kind: str
-    of_tokens: Any = False
-    size: Any = None
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return ``(..., out)`` for ``(..., in)``; for tokens, the vectors of one text, ``(tokens, in)``."""
-        raise NotImplementedError
-
-    def files(self, part: str) -> dict[str, bytes]:
-        """Return the files of the module in this folder."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, eq=False)
-class Scaled(Step):
-    """Vectors scaled to length 1 (Normalize)."""
-
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     of_tokens: bool = False
-    kind = "Normalize"
+    size: int | None = None
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return vectors of length 1."""
-        return F.normalize(values.float(), dim=-1)
+        """Return ``(..., out)`` for ``(..., in)``; for tokens, the vectors of one text, ``(tokens, in)``.
 
-    def files(self, part: str) -> dict[str, bytes]:
-        """Return the files of the module in this folder."""
-        name = _EMBEDDINGS if self.of_tokens else "sentence_embedding"
-        return module_files(part, {"module_input_name": name, "module_output_name": name}, {})
-
-
-@dataclass(frozen=True, eq=False)
-class Dropped(Step):
-    """Dropout, which changes nothing outside of training.
-
-    Args:
-        settings: of its file.
-    """
-
-    settings: Mapping[str, Any]
-    kind = "Dropout"
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return the same vectors."""
-        return values
-
-    def files(self, part: str) -> dict[str, bytes]:
-        """Return the files of the module in this folder."""
-        return module_files(part, self.settings, {})
-
-
-@dataclass(frozen=True, eq=False)
-class Normed(Step):
-    """Vectors after a layer norm.
-
-    Args:
-        weight: ``(size,)``.
-        bias: ``(size,)``.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    kind = "LayerNorm"
-
-    @property
-    def size(self) -> int:
-        """Number of features."""
-        return len(self.weight)
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return vectors of the same size."""
-        place = values.device
-        return F.layer_norm(values.float(), (self.size,), self.weight.to(place), self.bias.to(place))
-
-    def files(self, part: str) -> dict[str, bytes]:
-        """Return the files of the module in this folder."""
-        return module_files(part, {"dimension": self.size}, {"norm.weight": self.weight, "norm.bias": self.bias})
-
-
-@dataclass(frozen=True, eq=False)
-class Convolutions(Step):
-    """Convolutions of several widths over the tokens of a text, with concatenated results.
-
-    As in sentence-transformers, the convolutions also read the padding after shorter texts of a batch.
-
-    Args:
-        weights: ``(out, in, width)`` of each, of odd width.
-        biases: ``(out,)`` of each.
-        settings: of its file.
-    """
-
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...]
-    settings: Mapping[str, Any]
-    of_tokens = True
-    kind = "CNN"
-
-    @property
-    def size(self) -> int:
-        """Number of features of the output."""
-        return sum(map(len, self.weights))
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return ``(..., tokens, out)`` of ``(..., tokens, in)``."""
-        rows, place = values.float().transpose(-1, -2), values.device
+        As in sentence-transformers, convolutions also read the padding after shorter texts of a batch.
+        """
+        held = {name: tensor.to(values.device) for name, tensor in self.tensors.items()}
+        if self.kind == "Dropout":  # changes nothing outside of training
+            return values
+        if self.kind == "Normalize":
+            return F.normalize(values.float(), dim=-1)
+        if self.kind == "LayerNorm":
+            return F.layer_norm(values.float(), values.shape[-1:], held["norm.weight"], held["norm.bias"])
+        rows = values.float().transpose(-1, -2)
         found = [
-            F.conv1d(rows, weight.to(place), bias.to(place), padding=weight.shape[2] // 2)
-            for weight, bias in zip(self.weights, self.biases, strict=True)
+            F.conv1d(rows, held[f"convs.{place}.weight"], held[f"convs.{place}.bias"], padding=width // 2)
+            for place, width in enumerate(self.settings["kernel_sizes"])
         ]
         return torch.cat(found, -2).transpose(-1, -2)
 
     def files(self, part: str) -> dict[str, bytes]:
         """Return the files of the module in this folder."""
-        tensors = {f"convs.{place}.weight": weight for place, weight in enumerate(self.weights)}
-        tensors |= {f"convs.{place}.bias": bias for place, bias in enumerate(self.biases)}
-        return module_files(part, self.settings, tensors, _CNN)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerWeights:
-    """A weighted mean of hidden states (WeightedLayerPooling).
-
-    Args:
-        weights: of the hidden states from ``start`` to the last, ``(states,)``.
-        start: number of the first hidden state; 0 is the state before the first layer.
-        settings: of its file.
-    """
-
-    weights: Tensor
-    start: int
-    settings: Mapping[str, Any]
+        return module_files(part, self.settings, self.tensors, _file(self.kind))
 
     def shares(self) -> tuple[tuple[int, float], ...]:
-        """Return the number of each hidden state with its share of the mean."""
-        total = self.weights.sum()
-        return tuple((self.start + place, float(weight / total)) for place, weight in enumerate(self.weights))
-
-    def files(self, part: str) -> dict[str, bytes]:
-        """Return the files of the module in this folder."""
-        return module_files(part, self.settings, {"layer_weights": self.weights})
-
-
-def read_step(root: Path, kind: str, module: Mapping[str, Any]) -> tuple[Step | LayerWeights, dict[str, bytes]]:
-    """Return a module of one of the `STEPS`, and its files by relative names below ``root``.
-
-    Raises:
-        ConfigError: its settings are damaged, or have a value that is not supported.
-        CheckpointError: its weights are damaged.
-    """
-    part = folder_of(root, module)
-    readers: dict[str, Any] = {
-        "Dense": _dense, "LayerNorm": _layer_norm, "CNN": _convolutions, "WeightedLayerPooling": _layer_weights,
-    }  # fmt: skip
-    if kind in readers:
-        return readers[kind](root, part)
-    name = f"{part}/config.json"
-    known = ("dropout",) if kind == "Dropout" else ("module_input_name", "module_output_name")
-    settings = settings_in(root, name, known, optional=True) if module.get("path") else {}
-    files = {name: bytes_of(root, name)} if settings else {}
-    if kind == "Dropout":
-        return Dropped(settings), files
-    given = settings.get("module_input_name") or "sentence_embedding"
-    made = settings.get("module_output_name") or given
-    if given not in ("sentence_embedding", _EMBEDDINGS) or made != given:
-        key = "module_output_name" if made != given else "module_input_name"
-        raise refuse_setting(root / name, key, settings.get(key), "sentence_embedding or token_embeddings for both")
-    return Scaled(given == _EMBEDDINGS), files
-
-
-def _layer_norm(root: Path, part: str) -> tuple[Step, dict[str, bytes]]:
-    settings, tensors, files = read_module(root, part, ("dimension",))
-    weight, bias = tensors.get("norm.weight"), tensors.get("norm.bias")
-    sizes = {(settings.get("dimension"),), *(tuple(tensor.shape) for tensor in tensors.values())}
-    if weight is None or bias is None or len(tensors) > 2 or len(sizes) > 1:
-        where = root / part / "config.json"
-        raise wrong_tensors(where, tensors, f"norm.weight and norm.bias of {settings.get('dimension')} features")
-    return Normed(weight.float(), bias.float()), files
-
-
-def _convolutions(root: Path, part: str) -> tuple[Step, dict[str, bytes]]:
-    known = ("in_embedding_dimension", "in_word_embedding_dimension", "out_channels", "kernel_sizes", "stride_sizes")
-    settings, tensors, files = read_module(root, part, known, _CNN)
-    where, widths, strides = root / part / _CNN, settings.get("kernel_sizes"), settings.get("stride_sizes")
-    if not isinstance(widths, list) or not widths or not all(type(w) is int and w > 0 and w % 2 for w in widths):
-        raise refuse_setting(where, "kernel_sizes", widths, "a list of odd numbers")
-    if strides is not None and strides != [1] * len(widths):
-        raise refuse_setting(where, "stride_sizes", strides, "1 for each of the kernel_sizes")
-    inside = settings.get("in_embedding_dimension", settings.get("in_word_embedding_dimension"))
-    shape = (settings.get("out_channels", 256), inside)
-    names = [(f"convs.{place}.weight", f"convs.{place}.bias") for place in range(len(widths))]
-    expected = {name: (*shape, width) for (name, _), width in zip(names, widths, strict=True)}
-    expected |= {bias: shape[:1] for _, bias in names}
-    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != expected:
-        raise wrong_tensors(where, tensors, str(expected))
-    weights = tuple(tensors[name].float() for name, _ in names)
-    return Convolutions(weights, tuple(tensors[bias].float() for _, bias in names), settings), files
-
-
-def _layer_weights(root: Path, part: str) -> tuple[LayerWeights, dict[str, bytes]]:
-    known = ("embedding_dimension", "word_embedding_dimension", "layer_start", "num_hidden_layers")
-    settings, tensors, files = read_module(root, part, known)
-    start, layers = settings.get("layer_start", 4), settings.get("num_hidden_layers", 12)
-    weights = tensors.get("layer_weights")
-    sound = type(start) is int and type(layers) is int and 0 <= start <= layers
-    if not sound or weights is None or len(tensors) > 1 or weights.shape != (layers + 1 - start,):
-        expected = f"layer_weights for the hidden states {start} to {layers}"
-        raise wrong_tensors(root / part / "config.json", tensors, expected)
-    return LayerWeights(weights.float(), start, settings), files
-
-
-_KEYS = (
-    "in_features", "out_features", "bias", "activation_function", "module_input_name", "module_output_name",
-    "use_residual",
-)  # fmt: skip
+        """Return the number of each hidden state with its share of the mean (WeightedLayerPooling)."""
+        weights, start = self.tensors["layer_weights"], self.settings.get("layer_start", 4)
+        total = weights.sum()
+        return tuple((start + place, float(weight / total)) for place, weight in enumerate(weights))
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Step):
+class Dense:
     """A projection with an activation.
 
     Args:
@@ -295,7 +127,7 @@ class Dense(Step):
     @property
     def of_tokens(self) -> bool:
         """Whether the layer changes token vectors rather than text vectors."""
-        return (self.source or {}).get("module_input_name") == "token_embeddings"
+        return (self.source or {}).get("module_input_name") == _TOKENS
 
     def files(self, part: str) -> dict[str, bytes]:
         """Return the files of the layer in this folder, as sentence-transformers reads them."""
@@ -311,6 +143,10 @@ class Dense(Step):
         return module_files(part, settings, {name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
+Layer = Step | Dense
+"""Any module that is read by `read_step`."""
+
+
 def dense(values: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """Return ``(..., out)`` of ``(..., in)``, in float32, where the values are."""
     place = values.device
@@ -318,32 +154,84 @@ def dense(values: Tensor, weight: Tensor, bias: Tensor | None, activation: str) 
     return activate(activation, found)
 
 
-def _dense(root: Path, part: str) -> tuple[Dense, dict[str, bytes]]:
-    settings, tensors, files = read_module(root, part, _KEYS)
+def _file(kind: str) -> str:
+    return "cnn_config.json" if kind == "CNN" else "config.json"
+
+
+def read_step(root: Path, kind: str, module: Mapping[str, Any]) -> tuple[Layer, dict[str, bytes]]:
+    """Return a module of one of the `STEPS`, and its files by relative names below ``root``.
+
+    Raises:
+        ConfigError: its settings are damaged, or have a value that is not supported.
+        CheckpointError: its weights are damaged.
+    """
+    part = folder_of(root, module)
+    bare = kind in ("Dropout", "Normalize")
+    if bare and not module.get("path"):
+        settings, tensors, files = {}, {}, {}
+    else:
+        settings, tensors, files = read_module(root, part, STEPS[kind], _file(kind), weights=not bare)
+    where = root / part / _file(kind)
+    if kind in ("Dense", "Normalize"):
+        given = settings.get("module_input_name") or _TEXTS
+        made = settings.get("module_output_name") or given
+        if given not in (_TEXTS, _TOKENS) or made not in ((given, "scores") if kind == "Dense" else (given,)):
+            expected = f"{_TEXTS} or {_TOKENS} for both, or scores as the output of a dense layer"
+            key = "module_input_name" if given not in (_TEXTS, _TOKENS) else "module_output_name"
+            raise refuse_setting(where, key, settings.get(key), expected)
+        if kind == "Dense":
+            return _dense(settings, tensors, where), files
+        return Step(kind, {"module_input_name": given, "module_output_name": given}, of_tokens=given == _TOKENS), files
+    size, shapes = None, {}
+    if kind == "LayerNorm":
+        size = settings.get("dimension")
+        shapes = {"norm.weight": (size,), "norm.bias": (size,)}
+        settings = {"dimension": size}
+    elif kind == "CNN":
+        widths, strides = settings.get("kernel_sizes"), settings.get("stride_sizes")
+        if not isinstance(widths, list) or not widths or not all(type(w) is int and w > 0 and w % 2 for w in widths):
+            raise refuse_setting(where, "kernel_sizes", widths, "a list of odd numbers")
+        if strides is not None and strides != [1] * len(widths):
+            raise refuse_setting(where, "stride_sizes", strides, "1 for each of the kernel_sizes")
+        inside = settings.get("in_embedding_dimension", settings.get("in_word_embedding_dimension"))
+        out = settings.get("out_channels", 256)
+        for place, width in enumerate(widths):
+            shapes |= {f"convs.{place}.weight": (out, inside, width), f"convs.{place}.bias": (out,)}
+        size = out * len(widths)
+    elif kind == "WeightedLayerPooling":
+        start, layers = settings.get("layer_start", 4), settings.get("num_hidden_layers", 12)
+        if type(start) is not int or type(layers) is not int or not 0 <= start <= layers:
+            raise refuse_setting(where, "layer_start", start, f"a number from 0 to {layers}")
+        shapes = {"layer_weights": (layers + 1 - start,)}
+    _check_shapes(where, tensors, shapes)
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    return Step(kind, settings, tensors, kind == "CNN", size), files
+
+
+def _check_shapes(where: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise if the tensors of a module contradict its settings."""
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != expected:
+        expected_shapes = f"{printable(str(expected))}. Fetch the folder again"
+        raise refused(
+            where, f"found tensors {shown(found, 120)}", expected_shapes, problems=sorted(found), kind=ConfigError
+        )
+
+
+def _dense(settings: dict[str, Any], tensors: Mapping[str, Tensor], where: Path) -> Dense:
     path = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = activation_at(path)
-    where = root / part / "config.json"
     if activation is None:
         expected = f"a class of torch.nn without settings: {', '.join(ACTIVATIONS)}"
         raise refuse_setting(where, "activation_function", path, expected)
-    names = (settings.get("module_input_name") or "sentence_embedding", settings.get("module_output_name"))
-    known = ("sentence_embedding", "token_embeddings")
-    if names[0] not in known or names[1] not in (None, names[0], "scores"):
-        key = "module_output_name" if names[0] in known else "module_input_name"
-        raise refuse_setting(where, key, settings.get(key), "sentence_embedding, token_embeddings, or scores as output")
-    found = {key.removeprefix("linear."): value.float() for key, value in tensors.items()}
-    weight, bias, shortcut = (found.pop(name, None) for name in ("weight", "bias", "residual.weight"))
-    residual = settings.get("use_residual") is True
-    sizes = (settings.get("out_features"), settings.get("in_features"))
-    if weight is None or weight.dim() != 2 or found or not _fits(weight, sizes, shortcut, residual=residual):
-        expected = f"linear.weight for sizes {printable(str(sizes[1]))} to {printable(str(sizes[0]))}"
-        raise wrong_tensors(where, tensors, expected + ", linear.bias or none, and residual.weight where it is used")
-    return Dense(weight, bias, activation, settings, residual, shortcut), files
-
-
-def _fits(weight: Tensor, sizes: tuple[Any, Any], shortcut: Tensor | None, *, residual: bool) -> bool:
-    """Return whether tensor sizes match the settings, and a residual's input matches its output."""
-    rows, columns = weight.shape
-    needed = residual and rows != columns
-    stated = all(size in (None, n) for size, n in zip(sizes, weight.shape, strict=True))
-    return stated and needed == (shortcut is not None) and (shortcut is None or shortcut.shape == weight.shape)
+    found = {name: tensor.float() for name, tensor in tensors.items()}
+    weight, residual = found.get("linear.weight"), settings.get("use_residual") is True
+    rows, columns = (None, None) if weight is None or weight.dim() != 2 else weight.shape
+    expected = {"linear.weight": (settings.get("out_features") or rows, settings.get("in_features") or columns)}
+    if "linear.bias" in found:
+        expected["linear.bias"] = (rows,)
+    if residual and rows != columns:
+        expected["residual.weight"] = (rows, columns)
+    _check_shapes(where, found, expected)
+    shortcut = found.get("residual.weight")
+    return Dense(found["linear.weight"], found.get("linear.bias"), activation, settings, residual, shortcut)

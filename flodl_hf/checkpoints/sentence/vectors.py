@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flodl.errors import ConfigError, printable, shown
+from flodl.errors import printable, shown
 from flodl_hf.checkpoints.folders import is_entry, read_member
 from flodl_hf.checkpoints.sentence.files import bytes_of, refuse_setting, settings_in, wrong
 from flodl_hf.checkpoints.sentence.steps import Dense
@@ -187,24 +187,19 @@ def multivector_recipe(
     """
     expansion, prompts = transformer.get("query_expansion"), settings.get("prompts") or {}
     skipped = mask.get("skiplist_words") or []
-    faults = {
-        "query_expansion": expansion is not None
-        and not (isinstance(expansion, dict) and expansion.get("strategy") == "fixed" and not expansion.get("token")),
-        "skiplist_words": not isinstance(skipped, list) or not all(isinstance(word, str) for word in skipped),
-        "skiplist_tasks": mask.get("skiplist_tasks", ["document"]) != ["document"],
-        "keep_only_token_ids": mask.get("keep_only_token_ids") is not None,
-        "prompts": not isinstance(prompts, dict),
-        "similarity_fn_name": settings.get("similarity_fn_name") not in (None, "maxsim", "MaxSim"),
+    supported = {
+        "query_expansion": expansion is None
+        or (isinstance(expansion, dict) and expansion.get("strategy") == "fixed" and not expansion.get("token")),
+        "skiplist_words": isinstance(skipped, list) and all(isinstance(word, str) for word in skipped),
+        "skiplist_tasks": mask.get("skiplist_tasks", ["document"]) == ["document"],
+        "keep_only_token_ids": mask.get("keep_only_token_ids") is None,
+        "prompts": isinstance(prompts, dict),
+        "similarity_fn_name": settings.get("similarity_fn_name") in (None, "maxsim", "MaxSim"),
     }
-    problems = [name for name, is_wrong in faults.items() if is_wrong]
-    if problems:
-        found = {**settings, **transformer, **mask}
-        raise ConfigError(
-            f"{folder}: {', '.join(f'{name} is {shown(found.get(name), 60)}' for name in problems)}; expected queries "
-            "filled up with mask tokens to one length or unexpanded, and skipped words in documents only",
-            where=str(folder),
-            problems=problems,
-        )
+    for name in (name for name, is_supported in supported.items() if not is_supported):
+        value = {**settings, **transformer, **mask}.get(name)
+        expected = "queries of one length or unexpanded, and skipped words in documents only"
+        raise refuse_setting(folder, name, value, expected)
     lengths = {name: _length(transformer, name, 32, folder) for name in ("query_length", "document_length")
                if transformer.get(name) is not None}  # fmt: skip
     filled = None if expansion is None else _length(expansion, "length", 32, folder)

@@ -287,4 +287,16 @@ def _open_shards(folder: Folder, index: ShardIndex, stack: ExitStack) -> dict[st
         expected = "them in the folder of the index. Complete the download"
         problems = [f"{file}: missing" for file in missing]
         raise refused(folder.path / index.name, found, expected, problems=problems, missing=missing)
-    return {file: _open_shard(folder, file, stack) for file in index.files}
+    shards: dict[str, Shard] = {}
+    damaged: list[CheckpointError] = []
+    for file in index.files:
+        try:
+            shards[file] = _open_shard(folder, file, stack)
+        except CheckpointError as error:
+            damaged.append(error)
+    if len(damaged) == 1:
+        raise damaged[0]
+    if damaged:
+        problems = [error.message for error in damaged]
+        raise refused(folder.path, f"unusable shards:\n{capped(problems)}\n", "whole files", problems=problems)
+    return shards

@@ -17,7 +17,7 @@ import torch
 from flodl_hf import encode_file, load, predict_file
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.settings import TransformerSettings
-from flodl_hf.checkpoints.sentence.steps import Dense, LayerWeights, Scaled
+from flodl_hf.checkpoints.sentence.steps import Dense, Step
 from flodl_hf.errors import PredictError
 from flodl_hf.inference import RunKeywords, RunOptions
 from flodl_hf.jobs import tasks
@@ -192,7 +192,7 @@ RECIPES: dict[str, Any] = {
     "dense": (replace(DENSE, weight=torch.eye(16) * 2),), "prompts": {"query": "a dog"}, "default_prompt": "query",
     "include_prompt": False, "splade": None, "lexical": replace(DENSE, activation="ReLU"), "late": None,
     "routes": {"query": WAY}, "usual_route": None, "kinds": {"question": "query"}, "truncate_dim": 4, "kind": "other", "activation": "Sigmoid",
-    "tokens": (Scaled(of_tokens=True),), "layers": LayerWeights(torch.tensor([1.0, 3.0]), 0, {}), "layer": 0,
+    "tokens": (Step("Normalize", {}, of_tokens=True),), "layers": Step("WeightedLayerPooling", {"layer_start": 0}, {"layer_weights": torch.tensor([1.0, 3.0])}), "layer": 0,
     "most_words": 3, "transformer_settings": TransformerSettings(lower_case=True),
 }  # fmt: skip
 

@@ -176,7 +176,7 @@ def test_a_route_has_to_be_said_where_none_is_usual(saved: Saved) -> None:
     model: Any = load(behind(saved("bert"), allow_empty_key=False))
     assert "routes: query, document; a route is required" in model.load_report.notes
     for call in (model.embed, model.encode, model.embed_chunks):
-        with pytest.raises(PredictError, match=r"this model has no default route.* one of query, document"):
+        with pytest.raises(PredictError, match=r"route=None: this model has no such route.* one of query, document"):
             call(TEXTS)
     with pytest.raises(PredictError, match=r"no such route, did you mean 'query'.* query, document"):
         model.embed(TEXTS, route="quary")

@@ -429,18 +429,6 @@ def test_prompts_of_the_command_line_keep_their_spaces(text: str, value: Any) ->
     assert parse("prompts", text) == value
 
 
-def test_a_step_without_a_function_is_no_identity() -> None:
-    from flodl_hf.checkpoints.sentence.steps import Dropped, Step
-
-    class Unfinished(Step):
-        kind = "Unfinished"
-
-    values = torch.ones(2, 3)
-    assert Dropped({})(values) is values
-    with pytest.raises(NotImplementedError):
-        Unfinished()(values)
-
-
 def test_losses_given_as_objects_are_written_into_the_recipe_as_text(base: Path, tmp_path: Path) -> None:
     loss = {"": MultipleNegativesRankingLoss(scale=5.0)}
     options = {**ONE, "vector_loss": loss, "schedule": Constant(1e-3)}

@@ -81,12 +81,12 @@ def test_safetensors_are_preferred_to_torch_files(single: Path) -> None:
 
 def test_a_folder_without_the_usual_names_says_what_its_files_may_be(sharded: Path, single: Path) -> None:
     (sharded / INDEX).unlink()
-    with pytest.raises(CheckpointError, match=r"is one of several shards: fetch the index too"):
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00003.safetensors.*Shards need their index"):
         Checkpoint.open(sharded)
-    with pytest.raises(CheckpointError, match=r"safetensors already, so there is nothing to convert"):
+    with pytest.raises(CheckpointError, match=r"contains .*model.safetensors.*expected one of pytorch_model.bin"):
         Checkpoint.open(single, bin_only=True)
     (single / "model.safetensors").rename(single / "Model.safetensors")
-    with pytest.raises(CheckpointError, match=r"if 'Model.safetensors' contains them, rename it to model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"Model.safetensors.*a single file with another name has to be renamed"):
         Checkpoint.open(single)
 
 
@@ -115,7 +115,7 @@ class TestTwoLayouts:
             safetensors.torch.save_file(other, both / single)
         for damage, said in (
             (lambda text: text, " files present, is ignored: delete the stale files"),
-            (lambda text: text[:-9], "cannot be used .found no JSON"),
+            (lambda text: text[:-9], "cannot be used .JSONDecodeError"),
             (lambda text: text.replace(".bin", ".x").replace(".safetensors", ".x"), "cannot be used .*: not a .* file"),
             (lambda text: json.dumps({"weight_map": {"a": "../a"}}), "cannot be used "),
             (lambda text: json.dumps({"weight_map": {"a": single}}), "which lists other tensors, is ignored"),
@@ -238,9 +238,9 @@ def test_a_broken_index_is_named(sharded: Path, text: str) -> None:
 
 def test_an_index_that_is_not_text_or_too_long(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (sharded / INDEX).write_bytes(b'{"weight_map\xff": {}}')
-    with pytest.raises(CheckpointError, match="found no JSON"):
+    with pytest.raises(CheckpointError, match="UnicodeDecodeError"):
         Checkpoint.open(sharded)
-    monkeypatch.setattr("flodl_hf.checkpoints.weights.checkpoint.INDEX_LIMIT", 10)
+    monkeypatch.setattr("flodl_hf.checkpoints.weights.checkpoint._INDEX_LIMIT", 10)
     with pytest.raises(CheckpointError, match="at most 10 bytes"):
         Checkpoint.open(sharded)
 
@@ -248,12 +248,12 @@ def test_an_index_that_is_not_text_or_too_long(sharded: Path, monkeypatch: pytes
 def drop_listed(index: dict[str, Any], folder: Path) -> str:
     name = sorted(index["weight_map"])[0]
     del index["weight_map"][name]
-    return f"'{name}': found in"
+    return f"'{name}': listed for no shard, found in model-"
 
 
 def ghost(index: dict[str, Any], folder: Path) -> str:
     index["weight_map"]["ghost"] = FIRST
-    return f"'ghost': listed for {FIRST}, found in no shard"
+    return f"'ghost': listed for {FIRST}, found in none"
 
 
 def wrong_shard(index: dict[str, Any], folder: Path) -> str:
@@ -266,7 +266,7 @@ def in_two_shards(index: dict[str, Any], folder: Path) -> str:
     name = next(name for name, file in index["weight_map"].items() if file != FIRST)
     first = safetensors.torch.load_file(folder / FIRST)
     safetensors.torch.save_file({**first, name: torch.ones(2)}, folder / FIRST)
-    return f"'{name}': found in 2 shards"
+    return f"'{name}': listed for {index['weight_map'][name]}, found in {FIRST}, model-"
 
 
 @pytest.mark.parametrize("lie", [drop_listed, ghost, wrong_shard, in_two_shards])
