@@ -85,8 +85,7 @@ class BinShard(Shard):
 
         Copied bytes are compared with the checksums of the archive.
         """
-        descriptor = self._open_descriptor()
-        records = {name: self._records[name] for name in names}
+        descriptor, records = self._open_descriptor(), {name: self._records[name] for name in names}
         extents = {}
         for record in records.values():
             # The bytes from the first to the last number, as one flat run.
@@ -393,14 +392,7 @@ class StorageRecord:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A view of a storage; equal records are one tensor under several names.
-
-    Attributes:
-        storage: the numbers.
-        offset: the first of them, counted in numbers.
-        shape: the sizes.
-        strides: numbers to skip for a step along each dimension.
-    """
+    """A view of a storage; equal records are one tensor under several names. Offset and strides count numbers."""
 
     storage: StorageRecord
     offset: int
