@@ -42,12 +42,19 @@ def command(
 
     Lists may be given with commas. Exit status 0 if no cell failed, 1 otherwise, 2 for names that do not exist.
     """
-    from flodl_hf.parity.matrix import expect_checks, run_matrix, select_cells
-    from flodl_hf.parity.report import as_json, as_markdown, as_text, provenance
+    from flodl_hf.parity.matrix import (
+        as_json,
+        as_markdown,
+        as_text,
+        check_names,
+        provenance,
+        run_matrix,
+        select_cells,
+    )
 
     try:
         cells = select_cells(_split(families), _split(heads), size)
-        expect_checks(_split(checks))
+        check_names(_split(checks))
     except FlodlError as fault:
         # A name that does not exist is wrong usage, and not a result of the matrix.
         say(f"{type(fault).__name__}: {fault}")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from flodl_hf.models.encoder_model import EncoderModel
-    from flodl_hf.parity.inputs import AwkwardBatch
+    from flodl_hf.parity.cell import AwkwardBatch
 
 __all__ = ["EngineFile", "export_onnx", "export_program"]
 
@@ -303,7 +303,7 @@ class _Export:
 
 def _batches(traced: Traced) -> Iterator[AwkwardBatch]:
     """Yield the compared batches: single rows, padding on either side, one token, two texts, and the longest."""
-    from flodl_hf.parity.inputs import AwkwardBatch, as_choices, awkward_batches
+    from flodl_hf.parity.cell import AwkwardBatch, as_choices, awkward_batches
 
     model = traced.model
     limit = model.max_tokens or _MOST_TOKENS

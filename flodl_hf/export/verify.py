@@ -244,7 +244,7 @@ def _keys(run: _Run) -> Iterator[Check]:
 
 
 def _tokens(run: _Run) -> Iterator[Check]:
-    from flodl_hf.parity.inputs import AWKWARD_TEXTS
+    from flodl_hf.parity.cell import AWKWARD_TEXTS
     from flodl_hf.parity.reference import reference_ids, version
 
     if run.model.tokenizer is None:
@@ -266,7 +266,7 @@ def _tokens(run: _Run) -> Iterator[Check]:
 
 
 def _outputs(run: _Run) -> Iterator[Check]:
-    from flodl_hf.parity.inputs import as_choices, awkward_batches
+    from flodl_hf.parity.cell import as_choices, awkward_batches
 
     exported = run.reference(run.place)
     model, training = run.model, run.model.training

@@ -6,14 +6,16 @@ Bounds are one for each dtype for the whole project and are never widened for a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.joined_tensors import as_whole
 from flodl_hf.nn.layout import Packed
 from flodl_hf.parity.adapters import adapters
@@ -158,7 +160,7 @@ def gradients(bench: Bench) -> Evidence:
     mine.backward()
     other.backward()
     gaps = {"loss": gap(mine.detach(), other.detach())}
-    for name, a, b in bench.pairs(ours, theirs, _gradient):
+    for name, a, b in bench.pairs(ours, theirs, lambda p: p.grad):
         gaps[name] = gap(a, b) if a is not None and b is not None else 0.0 if a is b else float("nan")
     return verdict("loss and gradients", gaps, "tensors")
 
@@ -176,17 +178,13 @@ def training_steps(bench: Bench) -> Evidence:
             optimizer.zero_grad()
             bench.loss(side(**batch, **labels), labels).backward()
             # The norm adds the tensors in one order on both sides: a sum of norms depends on its order.
-            pairs = bench.pairs(sides[0], sides[1], _gradient)
+            pairs = bench.pairs(sides[0], sides[1], lambda p: p.grad)
             grads = [pair[1] if side is sides[0] else pair[2] for pair in pairs]
             norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None], foreach=False)
             torch.nn.utils.clip_grads_with_norm_(side.parameters(), 1.0, norm, foreach=False)
             optimizer.step()
     gaps = {name: gap(a, b) for name, a, b in bench.pairs(sides[0], sides[1])}
     return verdict(f"{STEPS} training steps", gaps, "tensors")
-
-
-def _gradient(parameter: Tensor) -> Tensor | None:
-    return parameter.grad
 
 
 def export_bytes(bench: Bench) -> Evidence:
@@ -231,6 +229,8 @@ _ITEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "replaced_tokens": (TEXTS, {"replaced_only": False}),
 }
 """Items and options of ``predict``, where they are not the texts alone."""
+_FIELDS = ("label", "start", "end", "index", "token_ids")
+"""The fields that identify a result."""
 
 
 def predictions(bench: Bench) -> Evidence:
@@ -277,10 +277,16 @@ def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] |
     """Return (answer, scores) for each text, with the scores of the forward pass replaced if given."""
     from flodl_hf.inference import batch as passes
 
+    def replaced(graph: Any, ids: Tensor, types: Tensor | None, layout: Any, **options: Any) -> Tensor:
+        """Return a batch's scores as another implementation gives them, row by row."""
+        kinds = torch.zeros_like(ids) if types is None else types
+        pairs = zip(layout.unpack(ids), layout.unpack(kinds), strict=True)
+        rows = [SimpleNamespace(ids=own.tolist(), type_ids=kind.tolist()) for own, kind in pairs]
+        return (torch.stack if model._per_text else torch.cat)(scores(rows))  # type: ignore[misc]
+
     saved = passes.scored, passes.all_states, passes.headed
     if scores is not None:
-        replaced = partial(_replaced, scores, model._per_text)
-        passes.scored = lambda *args, per_text: replaced(*args)
+        passes.scored = replaced
         passes.all_states = lambda graph, ids, types, layout: (replaced(graph, ids, types, layout), layout)
         passes.headed = lambda graph, picked, layout: picked
     try:
@@ -294,31 +300,15 @@ def _decode(model: Any, head: str, scores: Callable[[list[Any]], list[Tensor]] |
         else:
             items, options = _ITEMS.get(head, (TEXTS, {}))
             found = model.predict(items, **options)
-        return [([_answer(one) for one in row], [one.score for one in row]) for row in found]
+        return [
+            (
+                [tuple(getattr(one, name) for name in _FIELDS if hasattr(one, name)) for one in row],
+                [one.score for one in row],
+            )
+            for row in found
+        ]
     finally:
         passes.scored, passes.all_states, passes.headed = saved
-
-
-def _answer(result: Any) -> tuple[Any, ...]:
-    """Return the fields that identify a result."""
-    return tuple(
-        getattr(result, name) for name in ("label", "start", "end", "index", "token_ids") if hasattr(result, name)
-    )
-
-
-def _replaced(
-    scores: Callable[[list[Any]], list[Tensor]],
-    per_text: bool,
-    graph: Any,
-    ids: Tensor,
-    types: Tensor | None,
-    layout: Any,
-) -> Tensor:
-    """Return a batch's scores as another implementation gives them, row by row."""
-    kinds = torch.zeros_like(ids) if types is None else types
-    pairs = zip(layout.unpack(ids), layout.unpack(kinds), strict=True)
-    found = scores([SimpleNamespace(ids=own.tolist(), type_ids=kind.tolist()) for own, kind in pairs])
-    return torch.stack(found) if per_text else torch.cat(found)
 
 
 def half_precision(bench: Bench) -> Evidence:
@@ -340,6 +330,56 @@ def half_precision(bench: Bench) -> Evidence:
     return Evidence(
         "half precision", "pass" if good else "fail", f"relative distance from fp32: {detail}", max(gaps.values())
     )
+
+
+def first_parting(ours: EncoderModel, theirs: nn.Module, inputs: dict[str, Tensor]) -> tuple[str, str] | None:
+    """Return the first of our modules, in graph order, whose outputs differ, with a description; None if none does.
+
+    Args:
+        ours: our model.
+        theirs: transformers' model of the same checkpoint.
+        inputs: one batch.
+    """
+    family = ours.config.family
+    our_modules, their_modules = dict(ours.graph.named_modules()), dict(theirs.named_modules())
+    prefix = family.base_prefix + "."
+    names: dict[str, str] = {}
+    for mine, other in family.key_map(ours.config.encoder, ours.head).pairs.items():
+        name = next((n for n in (other, other.removeprefix(prefix)) if n in their_modules), None)
+        if mine in our_modules and name is not None:
+            names[mine] = name
+    left = _record({mine: our_modules[mine] for mine in names}, lambda: ours(**inputs))
+    right = _record({other: their_modules[other] for other in names.values()}, lambda: theirs(**inputs))
+    # Dictionaries keep the order in which our side called its modules, which is the graph's.
+    for (mine, call), (given, made) in left.items():
+        other = names[mine]
+        their_given, their_made = right.get((other, call), (torch.zeros(0), torch.zeros(0)))
+        if not torch.equal(made, their_made):
+            by = f"{gap(made, their_made):.3g}" if made.shape == their_made.shape else "its shape"
+            cause = "its own arithmetic or weights" if torch.equal(given, their_given) else "its inputs"
+            return mine, f"{mine} ({other}), call {call}: differs by {by}, because of {cause}"
+    return None
+
+
+def _record(modules: dict[str, nn.Module], run: Callable[[], Any]) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
+    """Return first input and output of each call, by module and index of the call: shared layers run repeatedly."""
+    calls: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+    counts: Counter[str] = Counter()
+
+    def note(name: str, _: nn.Module, inputs: tuple[Any, ...], made: Any) -> None:
+        value = made[0] if isinstance(made, tuple) else made
+        entry = inputs[0] if inputs and isinstance(inputs[0], Tensor) else torch.zeros(0)
+        calls[name, counts[name]] = entry.detach().clone(), value.detach().clone()
+        counts[name] += 1
+
+    hooks = [module.register_forward_hook(partial(note, name)) for name, module in modules.items()]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
 
 
 CHECKS: tuple[Callable[[Bench], Evidence], ...] = (

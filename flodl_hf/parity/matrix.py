@@ -8,27 +8,28 @@ installed.
 from __future__ import annotations
 
 import json
-import sys
+import platform
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from importlib import import_module
 from importlib.resources import files
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from flodl.errors import FlodlError, nearest
+from flodl_hf.checkpoints.folders import BIN_FILES, MODEL_FILES
+from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.errors import ParityError
-from flodl_hf.families import register, registered
+from flodl_hf.families import registered
 from flodl_hf.families.schema import Family
+from flodl_hf.families.schema.tasks import HEADS
 from flodl_hf.parity.cell import Bench, Cell, Evidence, Status, all_cells, variants_of
-from flodl_hf.parity.checks import CHECKS
+from flodl_hf.parity.checks import CHECKS, first_parting
 
 # Files of the Hub's conversion differ from run to run only in what these checks do not read.
 LIVE_CHECKS = ("config_triage", "strict_load", "forward", "layouts", "gradients", "export_bytes", "half_precision")
@@ -62,20 +63,16 @@ class CellResult:
         }
 
 
-def check_names() -> list[str]:
-    """Return the names of the checks, in order."""
-    return [check.__name__ for check in CHECKS]
-
-
-def expect_checks(names: Sequence[str]) -> None:
-    """Raise for the name of a check that does not exist.
+def check_names(chosen: Sequence[str] = ()) -> list[str]:
+    """Return the chosen names of checks, else all, in order.
 
     Raises:
-        ParityError: an unknown check.
+        ParityError: there is no such check.
     """
-    known = check_names()
-    if wrong := [name for name in names if name not in known]:
+    known = [check.__name__ for check in CHECKS]
+    if wrong := [name for name in chosen if name not in known]:
         raise ParityError(f"no check {wrong[0]!r}{nearest(wrong[0], known)}; expected {', '.join(known)}")
+    return list(chosen) or known
 
 
 def select_cells(families: Sequence[str] = (), heads: Sequence[str] = (), size: str = "tiny") -> list[Cell]:
@@ -101,13 +98,16 @@ def run_cell(
     """Return the evidence of one cell; an exception inside a check is that check's failure."""
     result = CellResult(cell)
     started = time.perf_counter()
-    names = checks or (LIVE_CHECKS if live else check_names())
+    names = check_names(checks or (LIVE_CHECKS if live else ()))
     chosen = [check for check in CHECKS if check.__name__ in names]
     obstacle = _obstacle(cell, size, live)
     if obstacle is None:
         torch.manual_seed(seed)
         try:
-            source = _published(cell) if live else None
+            source = None
+            if live:
+                names = (*MODEL_FILES, *BIN_FILES)
+                source = resolve_folder(checkpoints_of(cell.record)[cell.head], {}, names)[0]
         except FlodlError as fault:
             obstacle = "not run", str(fault)
         else:
@@ -148,14 +148,6 @@ def _obstacle(cell: Cell, size: str, live: bool) -> tuple[Status, str] | None:
     return None if available() else ("not run", "transformers is not installed")
 
 
-def _published(cell: Cell) -> Path:
-    """Return the folder of a cell's published checkpoint."""
-    from flodl_hf.checkpoints.folders import BIN_FILES, MODEL_FILES
-    from flodl_hf.checkpoints.hub.download import resolve_folder
-
-    return resolve_folder(checkpoints_of(cell.record)[cell.head], {}, (*MODEL_FILES, *BIN_FILES))[0]
-
-
 def _guarded(check: Callable[[Bench], Evidence], bench: Bench) -> Evidence:
     try:
         evidence = check(bench)
@@ -163,12 +155,10 @@ def _guarded(check: Callable[[Bench], Evidence], bench: Bench) -> Evidence:
         last = traceback.extract_tb(fault.__traceback__)[-1]
         return Evidence(check.__name__, "fail", f"{type(fault).__name__}: {fault} ({last.name}, line {last.lineno})")
     if evidence.status == "fail" and evidence.check in ("forward", "reload") and evidence.where is not None:
-        from flodl_hf.parity.probe import first_parting
-
         batch = next(b for b in bench.batches() if b.name == "mixed lengths")
         parting = first_parting(bench.ours, bench.theirs.model, batch.inputs)
         if parting is not None:
-            return replace(evidence, detail=f"{evidence.detail}; first at {parting}", where=parting.ours)
+            return replace(evidence, detail=f"{evidence.detail}; first at {parting[1]}", where=parting[0])
     return evidence
 
 
@@ -187,7 +177,8 @@ def run_matrix(
         cells: from `select_cells`.
         size: "tiny" or "real".
         checks: names of checks; all if empty.
-        jobs: number of parallel processes.
+        jobs: number of parallel processes; other processes do not know families that were registered in this one, so
+            cells of these run in it.
         seed: seed of weights and batches.
         live: compare published checkpoints instead of random ones; cells without one are not run. This needs a network
             or a cache with the checkpoints.
@@ -195,44 +186,120 @@ def run_matrix(
     Raises:
         ParityError: an unknown check.
     """
-    expect_checks(checks)
+    check_names(checks)
     options: dict[str, Any] = {"size": size, "checks": tuple(checks), "seed": seed, "live": live}
     todo = list(cells)
-    if jobs <= 1:
+    if jobs <= 1 or any(cell.record in registered() for cell in todo):
         for cell in todo:
             yield run_cell(cell, **options)
         return
     # Fresh interpreters: torch's thread pools do not survive a fork.
-    share = (jobs, _portable())
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_share, initargs=share) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_share, initargs=(jobs,)) as pool:
         futures = [pool.submit(run_cell, cell, **options) for cell in todo]
         for future in as_completed(futures):
             yield future.result()
 
 
-def _one_share(jobs: int, known: Sequence[tuple[str, str]]) -> None:
+def _one_share(jobs: int) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
-    for module, name in known:
-        register(getattr(import_module(module), name))
 
 
-def _portable() -> list[tuple[str, str]]:
-    """Return module and name of each family that was registered here, for processes that begin without them.
+def provenance(size: str, command: str | None = None) -> dict[str, Any]:
+    """Return versions, processor and settings, for every report."""
+    from flodl_hf.parity.reference import available, version
 
-    Raises:
-        ParityError: one of them is in no module.
-    """
-    found: dict[int, tuple[str, str]] = {}
-    wanted = {id(family): family.model_type for family in registered()}
-    for module, content in list(sys.modules.items()) if wanted else ():
-        for name, value in list(getattr(content, "__dict__", {}).items()):
-            if id(value) in wanted:
-                found.setdefault(id(value), (module, name))
-    lost = [model_type for place, model_type in wanted.items() if place not in found]
-    if lost:
-        raise ParityError(
-            f"run_matrix: the registered families {lost} are in no module, so other processes cannot import them; "
-            "expected a name at the top of a module for each. Give them one, or run with jobs=1.",
-            problems=lost,
-        )
-    return [found[place] for place in wanted]
+    try:
+        with open("/proc/cpuinfo") as file:
+            processor = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        processor = ""
+    return {
+        "size": size,
+        "torch": torch.__version__,
+        "transformers": version() if available() else None,
+        "python": platform.python_version(),
+        "processor": processor or platform.processor(),
+        "threads": torch.get_num_threads(),
+        "command": command,
+    }
+
+
+def as_json(results: Sequence[CellResult], facts: dict[str, Any]) -> dict[str, Any]:
+    """Return everything as JSON types."""
+    counts: dict[str, int] = {}
+    for result in results:
+        counts[result.status] = counts.get(result.status, 0) + 1
+    return {"provenance": facts, "counts": counts, "cells": [result.to_dict() for result in results]}
+
+
+def _grid(results: Sequence[CellResult]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Return the names of heads, and a row of states for each family and variant."""
+    heads = [head for head in HEADS if any(r.cell.head == head.name for r in results)]
+    states: dict[str, dict[str, str]] = {}
+    for result in results:
+        label = result.cell.family + (f" ({result.cell.variant})" if result.cell.variant != "base" else "")
+        states.setdefault(label, {})[result.cell.head] = result.status
+    rows = [(label, [found.get(head.name, "") for head in heads]) for label, found in states.items()]
+    return [head.short for head in heads], rows
+
+
+def as_text(results: Sequence[CellResult]) -> str:
+    """Return families down, heads across, one word a cell, then every failure and the largest differences."""
+    heads, rows = _grid(results)
+    width = max([len(label) for label, _ in rows] + [6]) + 2
+    lines = [f"{label:<{width}}" + "".join(f"{word:<13}" for word in words) for label, words in [("", heads), *rows]]
+    lines += [f"{status}: {where}: {detail}" for where, status, detail in _not_passed(results)]
+    lines += ["", "largest difference of each check:"]
+    lines += [f"  {name:<26}{value}" for name, value in _largest(results)]
+    return "\n".join(lines)
+
+
+def _not_passed(results: Sequence[CellResult]) -> list[tuple[str, str, str]]:
+    """Return cell, status and reason of failures: one row for a cell if all its checks have the same reason."""
+    found = []
+    for result in results:
+        reasons = {(e.status, e.detail) for e in result.evidence}
+        if len(reasons) == 1 < len(result.evidence) and result.status != "pass":
+            found.append((result.cell.name, *next(iter(reasons))))
+            continue
+        rows = [e for e in result.evidence if e.status != "pass"]
+        found += [(f"{result.cell.name}, {e.check}", e.status, e.detail) for e in rows]
+    return found
+
+
+def _largest(results: Sequence[CellResult]) -> list[tuple[str, str]]:
+    largest: dict[str, tuple[float, str]] = {}
+    for result in results:
+        for e in result.evidence:
+            if e.measured is not None and e.measured >= largest.get(e.check, (-1.0, ""))[0]:
+                largest[e.check] = (e.measured, result.cell.name)
+    return [(check, "0 (equal to the bit)" if v == 0 else f"{v:.3g} ({cell})") for check, (v, cell) in largest.items()]
+
+
+def as_markdown(results: Sequence[CellResult], facts: dict[str, Any]) -> str:
+    """Return the page: the grid, the checks with their largest differences, and how it was measured."""
+    heads, rows = _grid(results)
+    counts = as_json(results, facts)["counts"]
+    counted = ", ".join(f"{count} {status}" for status, count in counts.items())
+    lines = [
+        "# Parity matrix",
+        "",
+        "Generated by `flodl-hf verify-matrix --markdown docs/parity.md`; not written by hand.",
+        "",
+        f"{len(results)} cells at {facts['size']} size: {counted}. torch {facts['torch']}, transformers "
+        f"{facts['transformers']}, Python {facts['python']}, {facts['processor']}, {facts['threads']} thread(s).",
+        "",
+        "`unsupported`: the family has no such head, in transformers or here. `no reference`: transformers cannot read "
+        "files of the family; tests compare the encoder with another implementation.",
+        "",
+        f"| family | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 1) + "|",
+        *(f"| {label} | {' | '.join(words)} |" for label, words in rows),
+    ]
+    lines += ["", "| check | largest difference (cell) |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in _largest(results)]
+    open_ends = [row for row in _not_passed(results) if row[1] in ("fail", "not run")]
+    if open_ends:
+        lines += ["", "## Not passed", ""]
+        lines += [f"- {where}: **{status}**, {detail}" for where, status, detail in open_ends]
+    return "\n".join(lines) + "\n"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flodl_hf.parity.inputs import AWKWARD_TEXTS
+from flodl_hf.parity.cell import AWKWARD_TEXTS
 from flodl_hf.tokenization.settings import read_source
 from flodl_hf.tokenization.tokenizer import Tokenizer
 

@@ -13,8 +13,7 @@ import pytest
 from flodl_hf.errors import ParityError
 from flodl_hf.parity import matrix
 from flodl_hf.parity.cell import Cell, Evidence
-from flodl_hf.parity.matrix import CellResult, run_cell, run_matrix, select_cells
-from flodl_hf.parity.report import as_json, as_markdown, as_text
+from flodl_hf.parity.matrix import CellResult, as_json, as_markdown, as_text, run_cell, run_matrix, select_cells
 
 typer_testing = pytest.importorskip("typer.testing")
 transformers = pytest.mark.transformers
@@ -89,7 +88,7 @@ def test_a_failing_cell_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> No
 
     wrong.__name__ = "forward"
     monkeypatch.setattr(matrix, "CHECKS", (wrong,))
-    monkeypatch.setattr("flodl_hf.parity.probe.first_parting", lambda *a, **k: None)
+    monkeypatch.setattr("flodl_hf.parity.matrix.first_parting", lambda *a, **k: None)
     done = run("--families", "bert", "--heads", "seqcls")
     assert done.exit_code == 1
     assert "fail: bert/seqcls, forward: 3 outputs" in done.stdout
@@ -187,13 +186,3 @@ def test_processes_know_the_families_that_were_registered_here(monkeypatch: pyte
     (found,) = run_matrix([Cell("our-bert", "base")], checks=["key_map"], jobs=2)
     (here,) = run_matrix([Cell("our-bert", "base")], checks=["key_map"])
     assert [(e.check, e.status) for e in found.evidence] == [(e.check, e.status) for e in here.evidence]
-
-
-def test_families_of_no_module_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flodl_hf import families
-    from flodl_hf.families import bert
-
-    monkeypatch.setattr(families, "_registered", {})
-    families.register(bert.FAMILY.renamed("our-bert", "OurBert"))
-    with pytest.raises(ParityError, match=r"our-bert.*in no module"):
-        next(iter(run_matrix([Cell("our-bert", "base")], jobs=2)))
