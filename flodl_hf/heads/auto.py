@@ -151,10 +151,12 @@ def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
     with gc_paused(settled=True):
         from flodl_hf.checkpoints.weights.loading import class_of, head_of
         from flodl_hf.heads.base import BaseModel
-    base, task = _with_adapter(name_or_path, options)
+        from flodl_hf.models.pretrained import base_and_adapter
+    base, adapter = base_and_adapter(name_or_path, options.get("adapter"), _of_configurations(options))
     config = _config_of(base, options)
     architectures = config.source.get("architectures")
-    found = task(config.family) or head_of(config.family, architectures) or "base"
+    task = None if adapter is None else adapter.task(config.family)
+    found = task or head_of(config.family, architectures) or "base"
     try:
         model = head_named(found).model.from_pretrained(name_or_path, **options)
         recipe = model.sentence_recipe
@@ -172,19 +174,6 @@ def _loaded(name_or_path: str | Path, head: str, options: Any) -> EncoderModel:
         note = f"architectures: found {named} and no tensors of its head; loaded the encoder alone"
         model.load_report.notes.append(note)
     return model
-
-
-def _with_adapter(name_or_path: str | Path, options: Mapping[str, Any]) -> tuple[str | Path, Any]:
-    """Return the name of the base, and a function that returns the task of the adapter, if any."""
-    from flodl_hf.checkpoints.folders import holds_adapter
-
-    adapter = options.get("adapter")
-    if adapter is None and not holds_adapter(name_or_path):
-        return name_or_path, lambda family: None
-    from flodl_hf.models.adapters.folder import open_adapter
-
-    opened = open_adapter(name_or_path if adapter is None else adapter, _of_configurations(options))
-    return (opened.base if adapter is None else name_or_path), opened.task
 
 
 def _of_configurations(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from flodl_hf.checkpoints.sentence.settings import transformer_folder
 from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.checkpoints.weights.loaded import OnDisk, Source, Weights, stays_on_disk, warn_of_unexpected
 from flodl_hf.checkpoints.weights.loading import Plan, class_of
-from flodl_hf.checkpoints.weights.manifest import SourceManifest
 from flodl_hf.families.schema import PassthroughTensor
 from flodl_hf.inference.classes import score_function
 from flodl_hf.models.adapted import Adapted
@@ -62,7 +61,6 @@ from flodl_hf.nn.attention import check_implementation
 from flodl_hf.nn.joined_tensors import as_whole, parts_from
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.cuda_warmup import Warming
     from flodl_hf.models.adapters.folder import AdapterFolder
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
@@ -107,12 +105,23 @@ def load_model(
     verified: bool | str,
     adapter: str | Path | None,
 ) -> ModelT:
-    """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors."""
+    """Return the filled model; see `EncoderModel.from_pretrained` for arguments and errors.
+
+    Raises:
+        DeviceError: torch's default device stores no values.
+    """
     dtype, attention, around = check_dtype(wanted.dtype), check_implementation(wanted.attention), default_device()
-    device = _asked(around) if wanted.device is None else find_device(wanted.device)
+    device = around if wanted.device is None else wanted.device
+    if wanted.device is None and around is not None and around.type == "meta":
+        raise DeviceError(
+            "device: found torch's default device 'meta', which stores no values; expected a device for the weights; "
+            "load outside of torch.device('meta'), or pass device='cpu'",
+            device="meta",
+        )
+    device = None if device is None else find_device(device)
     labels = None if wanted.labels is None else listed_texts(wanted.labels, "labels")
     wanted = replace(wanted, dtype=dtype, attention=attention, device=device, labels=labels)
-    name_or_path, opened = _adapter(name_or_path, adapter, hub)
+    name_or_path, opened = base_and_adapter(name_or_path, adapter, hub)
     # The default device is where the model goes, not where its parts are put together.
     with gc_paused(settled=True), nullcontext() if around is None else torch.device("cpu"):
         model = _load(model_class, name_or_path, wanted, hub=hub, verified=verified, adapter=opened)
@@ -122,22 +131,7 @@ def load_model(
     return model.eval()
 
 
-def _asked(around: torch.device | None) -> torch.device | None:
-    """Return where a model goes for which no device is named.
-
-    Raises:
-        DeviceError: torch's default device stores no values.
-    """
-    if around is not None and around.type == "meta":
-        raise DeviceError(
-            "device: found torch's default device 'meta', which stores no values; expected a device for the weights; "
-            "load outside of torch.device('meta'), or pass device='cpu'",
-            device="meta",
-        )
-    return None if around is None else find_device(around)
-
-
-def _adapter(
+def base_and_adapter(
     name_or_path: str | Path, adapter: str | Path | None, hub: Mapping[str, Any]
 ) -> tuple[str | Path, AdapterFolder | None]:
     """Return the base's name and its adapter, or None without an adapter."""
@@ -159,40 +153,66 @@ def _load(
     adapter: AdapterFolder | None = None,
 ) -> ModelT:
     """Load the model of one folder and return it."""
-    head = model_class.head
-    warming = _warming(wanted.device)
+    warming = held = recipe = None
+    if wanted.device is not None and torch.device(wanted.device).type == "cuda" and torch.cuda.is_available():
+        from flodl_hf.inference.cuda_warmup import Warming
+
+        warming = Warming(torch.device(wanted.device))
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
-    held = None
     if verified:
         from flodl_hf.checkpoints.weights.checksums import hold
 
         held = hold(root, verified)
-    folder, recipe = root, None
+    folder = root
     if os.path.lexists(root / "modules.json"):
         folder, recipe = transformer_folder(root), read_recipe(root)
     if any(os.path.lexists(root / name) for name in SETFIT):
-        note_setfit(root, head)
-    config, relabelled = _configured(folder, head, wanted, adapter, recipe)
-    if recipe is not None:
-        # A dense layer computes the scores of such a cross-encoder, so the weight files have no head.
-        scored = head == "sequence_classification" and recipe.scorer is not None
-        head = "base" if scored else head
-    own = head == model_class.head
-    read = _read_folder(folder, config, head, wanted, warming, relabelled=relabelled, pooler=own)
-    report, kept = read.plan.report, _kept(read.plan.report.ignored, config, head)
-    stored = read.manifest.index_name or read.manifest.files[0].name
-    with read.finite:
+        note_setfit(root, model_class.head)
+    config, relabelled = _configured(folder, model_class.head, wanted, adapter, recipe)
+    # A dense layer computes the scores of such a cross-encoder, so the weight files have no head.
+    scored = recipe is not None and recipe.scorer is not None and model_class.head == "sequence_classification"
+    head = "base" if scored else model_class.head
+    with open_weights(folder, config) as checkpoint:
+        manifest = checkpoint.manifest
+        plan, graph = plan_folder(
+            config, head, manifest.tensors, str(folder), relabelled=relabelled, strict=wanted.strict_config,
+            pooler=not scored,
+        )  # fmt: skip
+        report = plan.report
+        if report.unexpected:
+            warn_of_unexpected(report, manifest.tensors, stacklevel=2)
+        if manifest.passed_over:
+            warnings.warn(f"{folder}: {manifest.passed_over}", stacklevel=2)
+            report.notes.append(manifest.passed_over)
+        dtype = settle_dtype(wanted.dtype, config, plan, manifest)
+        if warming is not None:
+            warming.layers(graph, dtype)
+        same_head = report.source_head == head and not report.new
+        carried = list(report.ignored) if same_head else []
+        kept = _kept(report.ignored, config, head)
+        repeated = (name for pair in plan.duplicates for name in pair)
+        names = list(dict.fromkeys([*plan.placed.values(), *repeated, *carried, *kept]))
+        values, on_disk = _read(checkpoint, plan, names, folder, dtype, wanted)
+    with FiniteCheck(values, plan.placed.values(), dtype, done=on_disk.release if on_disk else None) as finite:
         overrides = recipe.transformer_settings.tokenizer if recipe is not None else {}
         tokenizer = load_tokenizer(folder, config, strict=False, overrides=overrides)
-        read.finite.wait(str(folder / stored), report, allowed=wanted.allow_nonfinite)
+        stored = folder / (manifest.index_name or manifest.files[0].name)
+        finite.wait(str(stored), report, allowed=wanted.allow_nonfinite)
     if tokenizer is not None:
         few = tokenizer.few_tokens(config.encoder.vocab_size)
         report.notes += (*tokenizer.notes, *([few] if few else ()))
 
-    beside = _filled(read, config, kept, str(folder))
+    ties = [*plan.ties, *settle_ties(plan, values, report)]
+    check_duplicates(plan, values, carried)
+    beside = _taken(graph, kept, values, str(folder))
+    fill(graph, plan, values, dtype)
+    if report.new:
+        assign(graph, {name: torch.empty(graph.get_parameter(name).shape, dtype=dtype) for name in report.new})
+        initialise(graph, report.new, float(config.source.get("initializer_range", 0.02)))
+    tie_tensors(graph, ties)
     if recipe is not None and recipe.changes_states:
         recipe.shares(config.encoder.num_layers, str(root))  # raises an error for a hidden state that is not there
-    model = model_class(config, read.graph if own or recipe is None else with_scores(read.graph, recipe))
+    model = model_class(config, with_scores(graph, recipe) if scored and recipe is not None else graph)
     model._mark_untrained(report.new)
     model.load_report = report
     model.tokenizer = tokenizer
@@ -203,12 +223,12 @@ def _load(
         name=str(name_or_path),
         folder=folder,
         commit=commit,
-        manifest=read.manifest,
-        placed=read.plan.placed,
-        duplicates=read.plan.duplicates,
-        carried={name: read.values[name] for name in read.carried},
+        manifest=manifest,
+        placed=plan.placed,
+        duplicates=plan.duplicates,
+        carried={name: values[name] for name in carried},
         kept=beside,
-        same_head=read.same_head,
+        same_head=same_head,
         config_text=config.text or "",
         tokenizer_files=tokenizer_files(folder) if tokenizer is None else {},
     )
@@ -218,8 +238,8 @@ def _load(
         follow_routes(model, root, lambda inside: _load(model_class, inside, others, hub={}))
     model.set_attention(wanted.attention)
     model.eval()
-    if read.on_disk is not None:
-        model._on_disk = read.on_disk
+    if on_disk is not None:
+        model._on_disk = on_disk
     elif wanted.device is not None:
         model.to(wanted.device)
     if warming is not None:
@@ -236,7 +256,17 @@ def _configured(
     config = read_config_file(folder, wanted.ignore_config_keys, strict_config=wanted.strict_config)
     if recipe is not None:
         config = with_overrides(config, recipe, wanted.ignore_config_keys, strict_config=wanted.strict_config)
-    _warn_of(config)
+    for lines, fault, remedy in (
+        (config.overruled, "settings contradict others of the file and are ignored, as by transformers",
+         "Remove the wrong ones"),
+        ([f"{key}: {value}" for key, value in config.left_out.items()],
+         "sizes are not stated; transformers' defaults are used", "Add the correct sizes to the file"),
+    ):  # fmt: skip
+        if lines:
+            warnings.warn(
+                f"{config.where}: {fault}:\n{capped(lines)}\n{remedy}; strict_config=True refuses such a file.",
+                stacklevel=3,
+            )
     labels = wanted.labels
     if adapter is not None and labels is None:
         labels = adapter.labels(config, head)
@@ -245,109 +275,6 @@ def _configured(
     if head == "sequence_classification" and config.score_activation is not None:
         score_function(config)  # raises an error if the stored activation is not known
     return config, labels is not None
-
-
-def _warn_of(config: ModelConfig) -> None:
-    """Warn of ignored settings, and of missing sizes; one warning for each."""
-    if config.overruled:
-        warnings.warn(
-            f"{config.where}: settings contradict others of the file and are ignored, as by transformers:\n"
-            f"{capped(config.overruled)}\nRemove the wrong ones; strict_config=True refuses such a file.",
-            stacklevel=3,
-        )
-    if config.left_out:
-        sizes = [f"{key}: {value}" for key, value in config.left_out.items()]
-        warnings.warn(
-            f"{config.where}: sizes are not stated; transformers' defaults are used:\n{capped(sizes)}\n"
-            "Add the correct sizes to the file; strict_config=True refuses such a file.",
-            stacklevel=3,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ReadFolder:
-    """The plan of a folder's weights, and the graph to fill.
-
-    Attributes:
-        plan: which tensor goes where.
-        graph: the parameters' places, still without values.
-        dtype: of the model.
-        values: the stored tensors.
-        on_disk: knows of the layers that stay in their files; None where none do.
-        manifest: of the files.
-        finite: looks for values that are no numbers meanwhile.
-        same_head: the file was written for this task.
-        carried: names of tensors that the task's own export writes back.
-    """
-
-    plan: Plan
-    graph: Graph
-    dtype: torch.dtype
-    values: dict[str, Tensor]
-    on_disk: OnDisk | None
-    manifest: SourceManifest
-    finite: FiniteCheck
-    same_head: bool
-    carried: list[str]
-
-
-def _read_folder(
-    folder: Path,
-    config: ModelConfig,
-    head: str,
-    wanted: Wanted,
-    warming: Warming | None,
-    *,
-    relabelled: bool,
-    pooler: bool,
-) -> _ReadFolder:
-    """Match the folder's tensors with the graph, and read them.
-
-    Raises:
-        CheckpointError: tensors are missing, unexpected or mis-shaped; nothing is read then.
-    """
-    with open_weights(folder, config) as checkpoint:
-        stored = checkpoint.manifest.tensors
-        plan, graph = plan_folder(
-            config, head, stored, str(folder), relabelled=relabelled, strict=wanted.strict_config, pooler=pooler
-        )
-        if plan.report.unexpected:
-            warn_of_unexpected(plan.report, stored, stacklevel=2)
-        if checkpoint.manifest.passed_over:
-            warnings.warn(f"{folder}: {checkpoint.manifest.passed_over}", stacklevel=2)
-            plan.report.notes.append(checkpoint.manifest.passed_over)
-        dtype = settle_dtype(wanted.dtype, config, plan, checkpoint.manifest)
-        if warming is not None:
-            warming.layers(graph, dtype)
-        same_head = plan.report.source_head == head and not plan.report.new
-        carried = list(plan.report.ignored) if same_head else []
-        repeated = (name for pair in plan.duplicates for name in pair)
-        names = list(
-            dict.fromkeys([*plan.placed.values(), *repeated, *carried, *_kept(plan.report.ignored, config, head)])
-        )
-        values, on_disk = _read(checkpoint, plan, names, folder, dtype, wanted)
-        manifest = checkpoint.manifest
-    finite = FiniteCheck(values, plan.placed.values(), dtype, done=on_disk.release if on_disk else None)
-    return _ReadFolder(
-        plan=plan, graph=graph, dtype=dtype, values=values, on_disk=on_disk, manifest=manifest, finite=finite,
-        same_head=same_head, carried=carried,
-    )  # fmt: skip
-
-
-def _filled(
-    read: _ReadFolder, config: ModelConfig, passthrough: Mapping[str, PassthroughTensor], source: str
-) -> dict[str, Tensor]:
-    """Fill the graph, with fresh values for missing tensors; return the tensors kept outside the model."""
-    plan, graph, values, report = read.plan, read.graph, read.values, read.plan.report
-    ties = [*plan.ties, *settle_ties(plan, values, report)]
-    check_duplicates(plan, values, read.carried)
-    beside = _taken(graph, passthrough, values, source)
-    fill(graph, plan, values, read.dtype)
-    if report.new:
-        assign(graph, {name: torch.empty(graph.get_parameter(name).shape, dtype=read.dtype) for name in report.new})
-        initialise(graph, report.new, float(config.source.get("initializer_range", 0.02)))
-    tie_tensors(graph, ties)
-    return beside
 
 
 def _read(
@@ -406,15 +333,6 @@ def _taken(
                     where=source,
                 ) from None
     return {entry.name: values[name] for name, entry in passthrough.items()}
-
-
-def _warming(device: torch.device | str | None) -> Warming | None:
-    """Return what makes a CUDA device ready meanwhile; None for other devices."""
-    if device is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
-        return None
-    from flodl_hf.inference.cuda_warmup import Warming
-
-    return Warming(torch.device(device))
 
 
 def in_hub_cache(folder: Path) -> bool:
