@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -166,13 +166,6 @@ def plan_folder(
     return plan, graph
 
 
-def declared_ties(config: ModelConfig, head: str) -> tuple[Any, ...]:
-    """Return the ties of one head that the configuration specifies."""
-    if head == "base" or not config.tie_words:
-        return ()
-    return config.family.heads[head].ties
-
-
 def tie_tensors(graph: Graph, ties: Iterable[Any]) -> None:
     """Make each tie's second name refer to the first one's parameter."""
     for tie in ties:
@@ -254,10 +247,14 @@ def settle_dtype(
     if isinstance(dtype, torch.dtype):
         return dtype
     kinds = sorted({_word(DTYPES[plan.stored[name].dtype]) for name in plan.placed.values()})
-    key, chosen = _stated(config.source, ("dtype", "torch_dtype"))
-    why = f"as {key} in config.json specifies"
-    if chosen is None:
-        why, chosen = _first_stored(manifest)
+    why, chosen = next(
+        (
+            (why, found)
+            for why, value in _stated_dtypes(config.source, manifest)
+            if (found := _dtype(value)) is not None
+        ),
+        ("the usual dtype", torch.float32),
+    )
     if set(kinds) - {_word(chosen)}:
         plan.report.notes.append(
             f"weights are stored in {' and '.join(kinds)}; all are cast to {_word(chosen)}, {why}, as transformers does"
@@ -269,35 +266,27 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _stated(source: Mapping[str, Any], keys: Iterable[str]) -> tuple[str, torch.dtype | None]:
-    """Return the key and the dtype that JSON states; None where it states none that weights can have."""
-    for key in keys:
-        value = source.get(key)
-        if isinstance(value, Mapping):  # one for each part of a model; of an encoder that is all of it
-            value = value.get("", "float32")
-        if isinstance(value, str):
-            found = getattr(torch, value.removeprefix("torch."), None)
-            if isinstance(found, torch.dtype) and found in _BITS:
-                return key, found
-    return "dtype", None
+def _dtype(value: Any) -> torch.dtype | None:
+    """Return the dtype that a value names, if weights can have it."""
+    if isinstance(value, Mapping):  # one for each part of a model; of an encoder that is all of it
+        value = value.get("", "float32")
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    return found if isinstance(found, torch.dtype) and found in _BITS else None
 
 
-def _first_stored(manifest: SourceManifest) -> tuple[str, torch.dtype]:
-    """Return the dtype that transformers infers when config.json has none, with the reason.
+def _stated_dtypes(source: Mapping[str, Any], manifest: SourceManifest) -> Iterator[tuple[str, Any]]:
+    """Yield the dtypes from which transformers infers a model's, with the reason.
 
-    It is the index's dtype, else that of the first floating tensor of the first file, used or not: in order of names in
-    safetensors, in order of storage in files of torch.
+    They are those of config.json, else the index's, else that of the first floating tensor of the first file, used or
+    not: in order of names in safetensors, in order of storage in files of torch.
     """
-    _, stated = _stated(manifest.index_metadata, ("dtype",))
-    if stated is not None:
-        return f"as {manifest.index_name} says", stated
+    for key in ("dtype", "torch_dtype"):
+        yield f"as {key} in config.json specifies", source.get(key)
+    yield f"as {manifest.index_name} says", manifest.index_metadata.get("dtype")
     first = manifest.files[0].name
     names = [name for name, stored in manifest.tensors.items() if stored.file == first]
     for name in sorted(names) if first.endswith(".safetensors") else names:
-        found = DTYPES[manifest.tensors[name].dtype]
-        if found in _BITS:
-            return f"the dtype of {printable(name)[1:-1]}", found
-    return "the usual dtype", torch.float32
+        yield f"the dtype of {printable(name)[1:-1]}", DTYPES[manifest.tensors[name].dtype]
 
 
 # By dtype: the bits of a number without its sign, and the least of them that are not finite.
@@ -434,9 +423,10 @@ def settle_ties(plan: Plan, values: Mapping[str, Tensor], report: LoadReport) ->
             equal.append(tie)
         else:
             report.untied = (*report.untied, tie.also)
-            message = f"{also} differs from {kept}, which config.json ties it to; both are used, as in"
-            _warn_of_two(
-                report, f"{message} transformers. If this is intended, set tie_word_embeddings to false in config.json"
+            warnings.warn(
+                f"{report.source}: {also} differs from {kept}, which config.json ties it to; both are used, as in "
+                "transformers. If this is intended, set tie_word_embeddings to false in config.json.",
+                stacklevel=2,
             )
     report.tied = (*report.tied, *(tie.also for tie in equal))
     return equal
@@ -448,9 +438,6 @@ def check_duplicates(plan: Plan, values: Mapping[str, Tensor], carried_names: li
         if not torch.equal(values[repeated], values[kept]):
             message = f"{repeated} differs from {kept}; the latter is used, as transformers does"
             plan.report.notes.append(message)
-            _warn_of_two(plan.report, f"{message}. One of them is stale: remove it from the file, or fetch it again")
+            remedy = "One of them is stale: remove it from the file, or fetch it again."
+            warnings.warn(f"{plan.report.source}: {message}. {remedy}", stacklevel=2)
             carried_names.append(repeated)
-
-
-def _warn_of_two(report: LoadReport, message: str) -> None:
-    warnings.warn(f"{report.source}: {message}.", stacklevel=2)

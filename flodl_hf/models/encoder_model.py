@@ -6,7 +6,6 @@ file of each head implements its task; `flodl_hf.heads.auto` selects the class f
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -23,7 +22,7 @@ from flodl_hf.checkpoints.keywords import SAVE, accept_keywords
 from flodl_hf.errors import ExportError, PredictError
 from flodl_hf.families import model_types
 from flodl_hf.families.schema.tasks import HEADS, Task, task_named
-from flodl_hf.models.building import build_graph, declared_ties, initialise, tie_tensors
+from flodl_hf.models.building import build_graph, initialise, tie_tensors
 from flodl_hf.models.opening import FromPretrained
 from flodl_hf.models.transformers_methods import TransformersMethods
 
@@ -49,8 +48,10 @@ class EncoderModel(FromPretrained, TransformersMethods):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if (method := method_named(self, name)) is not None:
-                return method
+            config = self.__dict__.get("config")
+            if config is not None and name in config.family.methods:
+                module, _, function = config.family.methods[name].partition(":")
+                return partial(getattr(import_module(module), function), self)
             raise AttributeError(attribute_error_message(type(self), name)) from None
 
     def __dir__(self) -> list[str]:
@@ -78,7 +79,8 @@ class EncoderModel(FromPretrained, TransformersMethods):
         model = cls(config, build_graph(config, cls.head, pooler=pooler))
         scale = float(config.source.get("initializer_range", 0.02))
         initialise(model.graph, (), scale)
-        tie_tensors(model.graph, declared_ties(config, cls.head))
+        if cls.head != "base" and config.tie_words:
+            tie_tensors(model.graph, config.family.heads[cls.head].ties)
         model._mark_untrained(name for name, _ in model.graph.named_parameters())
         if dtype is not None:
             model.to(dtype)
@@ -273,9 +275,6 @@ class EncoderModel(FromPretrained, TransformersMethods):
             )  # fmt: skip
 
 
-RENAMED = {"without_adapter": "disable_adapter"}
-"""Former names of methods, which warn for one release."""
-
 METHODS: dict[str, list[Task]] = {
     method: [head for head in HEADS if method in head.methods]
     for method in dict.fromkeys(method for head in HEADS for method in head.methods)
@@ -303,18 +302,6 @@ FAMILIAR = {
     "generate": "encoders generate no text; fill_mask finds the word behind a mask, of AutoModelForMaskedLM",
 }
 """What other libraries' models have, and what stands for it here."""
-
-
-def method_named(model: Any, name: str) -> Any:
-    """Return a method that only the family of the model has, or one by its former name; None if there is none."""
-    if name in RENAMED:
-        warnings.warn(f"{name} is now {RENAMED[name]}", DeprecationWarning, stacklevel=3)
-        return getattr(model, RENAMED[name])
-    config = model.__dict__.get("config")
-    if config is None or name not in config.family.methods:
-        return None
-    module, _, function = config.family.methods[name].partition(":")
-    return partial(getattr(import_module(module), function), model)
 
 
 def attribute_error_message(kind: type, name: str) -> str:

@@ -86,7 +86,7 @@ def model_contents(model: GraphModel, *, max_shard_size: int | str | None = None
         model = model.on_route()  # one route's recipe was put in the place of all
     plans = {
         inside: plan_state(
-            stored_tensors(part), part.source.manifest if part.source and _keeps_names(part) else None,
+            stored_tensors(part), part.source.manifest if part.source and part.source.same_head else None,
             ties=stored_ties(part), max_shard_size=max_shard_size, metadata={"format": "pt"},
         )
         for inside, part in _parts(model).items()
@@ -178,35 +178,25 @@ def writer(
     return write
 
 
-def _keeps_names(model: GraphModel) -> bool:
-    """Return whether the model is still the one its source was written for, so that its names stay."""
-    return model.source is not None and model.source.same_head
-
-
 def stored_tensors(model: GraphModel) -> dict[str, Tensor]:
     """Return every tensor to write under the name it gets in the file: ties, carried tensors and joined parts too."""
     state = {name: value.detach() for name, value in model.graph.named_parameters(remove_duplicate=False)}
-    tied = {tie.also for tie in _live_ties(model)}
-    source = model.source
+    tied = {tie.also: tie.kept for tie in _live_ties(model)}
+    source, names = model.source, model.config.family.key_map(model.config.encoder, model.head)
     if source is not None and source.same_head:
         result = {source.placed[ours]: value for ours, value in state.items() if ours in source.placed}
         for repeated, kept in source.duplicates:
             if kept in result:
                 result[repeated] = result[kept]
-        by_tie = {tie.also: tie.kept for tie in _live_ties(model)}
-        unplaced = [ours for ours in state if ours not in source.placed and ours not in by_tie]
+        unplaced = [ours for ours in state if ours not in source.placed and ours not in tied]
         if unplaced:
             raise ExportError(f"export: tensors without a stored name: {', '.join(unplaced[:5])}", problems=unplaced)
-        # A file that contains both names of a tie gets both again.
-        for also, kept in by_tie.items():
-            names = [name for name in source.manifest.tensors if _canonical(model, name) == _theirs(model, also)]
-            result |= {name: state[kept] for name in names if name not in result}
+        result |= {name: state[kept] for name, kept in _names_of_ties(model) if name not in result}
         return joined(result) | dict(source.carried) | _late_weight(model, source.carried)
-    names = canonical_names(
-        model.config.family, model.config.family.key_map(model.config.encoder, model.head),
-        [name for name in state if name not in tied], bare=model.head == "base",
-    )  # fmt: skip
-    result = {theirs: state[ours] for ours, theirs in names.items()}
+    written = canonical_names(
+        model.config.family, names, [name for name in state if name not in tied], bare=model.head == "base"
+    )
+    result = {theirs: state[ours] for ours, theirs in written.items()}
     if model.head != "base" and not model.config.tie_words:
         # Untied, the reference keeps both names of a repeated tensor as separate tensors.
         for alias, canonical in model.config.family.heads[model.head].aliases:
@@ -232,12 +222,18 @@ def stored_ties(model: GraphModel) -> dict[str, str]:
     if source is None or not source.same_head:
         return {}
     ties = {repeated: kept for repeated, kept in source.duplicates if repeated not in source.carried}
-    for tie in _live_ties(model):
-        kept = source.placed.get(tie.kept)
-        for name in source.manifest.tensors:
-            if kept is not None and name != kept and _canonical(model, name) == _theirs(model, tie.also):
-                ties[name] = kept
-    return ties
+    tied = {name: source.placed.get(kept) for name, kept in _names_of_ties(model)}
+    return ties | {name: kept for name, kept in tied.items() if kept is not None and name != kept}
+
+
+def _names_of_ties(model: GraphModel) -> list[tuple[str, str]]:
+    """Return stored names of repeated tensors, with our name of the tensor: a file with both names gets both again."""
+    assert model.source is not None
+    renamed = {} if model.load_report is None else model.load_report.renamed
+    names = model.config.family.key_map(model.config.encoder, model.head)
+    kept = {names.theirs(tie.also): tie.kept for tie in _live_ties(model)}
+    stored = ((name, renamed.get(name, name)) for name in model.source.manifest.tensors)
+    return [(name, kept[canonical]) for name, canonical in stored if canonical in kept]
 
 
 def _live_ties(model: GraphModel) -> list[Any]:
@@ -247,16 +243,6 @@ def _live_ties(model: GraphModel) -> list[Any]:
     parameters = dict(model.graph.named_parameters(remove_duplicate=False))
     ties = model.config.family.heads[model.head].ties
     return [tie for tie in ties if parameters[tie.kept] is parameters[tie.also]]
-
-
-def _theirs(model: GraphModel, ours: str) -> str:
-    return model.config.family.key_map(model.config.encoder, model.head).theirs(ours)
-
-
-def _canonical(model: GraphModel, stored: str) -> str:
-    """Return a stored name in today's spelling, where the load report knows another."""
-    report = model.load_report
-    return stored if report is None else report.renamed.get(stored, stored)
 
 
 def config_text(model: GraphModel) -> str:
@@ -271,7 +257,7 @@ def config_text(model: GraphModel) -> str:
         changes["problem_type"] = config.problem_type
     if "vocab_size" in config.source and config.source["vocab_size"] != config.encoder.vocab_size:
         changes["vocab_size"] = config.encoder.vocab_size
-    if not _keeps_names(model):
+    if model.source is None or not model.source.same_head:
         changes["architectures"] = [architecture(model)]
     stored, gone = config.stored_changes(recipe.activation if recipe is not None else None)
     changes |= stored
