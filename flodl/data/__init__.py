@@ -2,8 +2,7 @@
 
 from flodl.data.batch import Batch
 from flodl.data.batches import FixedBatches, LengthGroupedBatches, RandomSampler, SequentialSampler, TokenBudgetBatches
-from flodl.data.collate import CollateTokens, Where
-from flodl.data.datasets import TensorRows
+from flodl.data.collate import CollateTokens, TensorRows, Where
 from flodl.data.loader import DataLoader
 
 __all__ = [

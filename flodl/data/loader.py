@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from flodl.data.batch import Batch
 from flodl.data.batches import BatchSource, EpochPlan, Sampler, source_of_rows
-from flodl.data.collate import Transform, Where, collate_rows
-from flodl.data.datasets import BatchDataset, Collate, RowSource, TensorRows, as_batches
+from flodl.data.collate import BatchDataset, Collate, RowSource, TensorRows, Transform, Where, as_batches, collate_rows
 from flodl.data.stream import Placement, Stream
 from flodl.errors import DataError, capped
 

@@ -26,10 +26,9 @@ from flodl.train.handle import Trained
 from flodl.train.loss import Loss
 from flodl.train.optim.ema import Ema
 from flodl.train.optim.optimizers import adamw, layerwise_decay, parameter_groups, sgd
-from flodl.train.precision import Precision
 from flodl.train.replicas import Replicas
 from flodl.train.rules import Rule, freeze_when, set_rate, stop_when, thaw_when
-from flodl.train.settings import Settings
+from flodl.train.settings import Precision, Settings
 from flodl.train.snapshots import ModelSnapshot
 from flodl.train.step.device import Step
 from flodl.train.trackers import Tracker

@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from flodl.distributed.board import SAVE
 from flodl.distributed.policy import Sync
 from flodl.errors import TrainError, TrainInterrupted
 from flodl.signals import stop_by
 from flodl.train.events import RunDone, RunFailed, RunStarted
 from flodl.train.handle import Trained
-from flodl.train.requests import SAVE
 from flodl.train.saving.resume import past_of
 from flodl.train.step.route import compiled
 from flodl.train.steplog import Tally, epoch_metrics

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from flodl.distributed.board import EVALUATE
 from flodl.distributed.sharded import is_sharded
 from flodl.distributed.shares import deal
 from flodl.errors import TrainError, nearest
 from flodl.train.events import EvalDone
 from flodl.train.feed import Feed
 from flodl.train.loss import as_loss, batch_len
-from flodl.train.requests import EVALUATE
 from flodl.train.saving.reading import signed
 from flodl.train.steplog import means
 

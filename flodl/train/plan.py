@@ -20,10 +20,9 @@ from flodl.train.events import EpochMetrics, Event
 from flodl.train.feed import as_feed, check_data, gives_batches
 from flodl.train.observing import Observing
 from flodl.train.optim.optimizers import OptimizerMaker, make_optimizer
-from flodl.train.optim.rates import make_schedule
-from flodl.train.precision import Precision
 from flodl.train.saving.state import check_same_model, seed_all
-from flodl.train.settings import Settings, check_settings
+from flodl.train.schedule import make_schedule
+from flodl.train.settings import Precision, Settings, check_settings
 from flodl.train.step.decide import hash_triton
 from flodl.train.step.host import TrainStep
 

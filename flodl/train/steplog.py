@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flodl.train.events import EpochMetrics, Events, Observed, StepDone, Warned
-from flodl.train.optim.rates import Rates
+from flodl.train.schedule import Rates
 from flodl.train.step.outcome import Outcome, StepResult
 
 FIGURES = ("loss", "count", "samples", "grad_norm", "compute_ms")

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from flodl.distributed.board import Requests
 from flodl.distributed.group import Ranks, is_first_rank, launched_world
 from flodl.distributed.local_steps import LocalSteps
 from flodl.distributed.policy import Choice, Sync, choose_policy, make_policy
@@ -38,12 +39,11 @@ from flodl.train.handle import Handle, Trained
 from flodl.train.observing import Observing
 from flodl.train.optim.ema import WeightAverage
 from flodl.train.optim.optimizers import OptimizerMaker, check_learners, make_optimizer, unoptimised
-from flodl.train.optim.rates import Rates
 from flodl.train.own_loop import OwnStep
 from flodl.train.plan import GivenModel, RunPlan, model_factory_of
-from flodl.train.requests import Requests
 from flodl.train.saving.keeper import Keeper
 from flodl.train.saving.state import identity, seed_all
+from flodl.train.schedule import Rates
 from flodl.train.settings import check_settings, make_settings
 from flodl.train.snapshots import ModelSnapshot, Snapshots
 from flodl.train.step.host import TrainStep
@@ -255,7 +255,7 @@ class Trainer:
         self.identity = identity(model, self.optimizer, self.rates.schedule)
         self.log = StepLog(self.events, every=settings.log_every, on_nan=settings.on_nan)
         self.evaluator = Evaluator(self, evals, plan.eval_fn)
-        self.requests = Requests(ranks)
+        self.requests = Requests(ranks.board, ranks.rank)
         self.hooks = Hooks(self, (*callbacks_of(settings), *plan.functions))
         ema = settings.average
         self.average = None if ema is None else WeightAverage(model, ema.decay, warmup=ema.warmup)

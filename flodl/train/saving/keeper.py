@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from flodl.background import BackgroundWorker
+from flodl.distributed.board import SAVE
 from flodl.distributed.policy import Sync
 from flodl.errors import CheckpointError, TrainError
 from flodl.files import make_folders, seal
 from flodl.system import lock, sync_folder
 from flodl.train.events import Event, Saved, SaveFailed
-from flodl.train.requests import SAVE
 from flodl.train.saving import resume
 from flodl.train.saving.reading import FORMAT, Checkpoint, list_checkpoints, open_checkpoint, ranked, signed
 from flodl.train.saving.state import event_after, safetensors_chunks

@@ -32,7 +32,7 @@ from flodl.monitor.collect import COLLECTOR
 from flodl.train.callback import Hooks
 from flodl.train.loss import GRADIENT_FAULT, NOTHING_COUNTED, Loss, as_loss, batch_len, decide
 from flodl.train.observing import Watching
-from flodl.train.precision import Precision
+from flodl.train.settings import Precision
 from flodl.train.step.outcome import OBSERVED, Part, StepResult, not_finite, pack_metrics, read_metrics
 
 TrainStep = Callable[[nn.Module, Any], Any]

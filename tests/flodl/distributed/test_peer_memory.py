@@ -14,7 +14,7 @@ from flodl.distributed.gradients import GradientSum
 from flodl.distributed.group import Summed
 from flodl.distributed.peer_memory import SWITCH, PeerAccessError, PeerBuffer, peer_access_error
 from flodl.train import RunDone, Trainer, adamw
-from flodl.train.precision import Precision
+from flodl.train.settings import Precision
 from flodl.train.step.device import Step
 
 torch.set_num_threads(1)

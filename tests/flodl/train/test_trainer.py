@@ -362,7 +362,7 @@ def test_a_schedule_keeps_the_ratios_of_groups(on_device):
         for group in optimizer.param_groups:
             group.setdefault("lr_scale", group["lr"] / 0.1)
             group["lr"] = torch.tensor(group["lr"])
-    rates = flodl.train.optim.rates.Rates(optimizer, Cosine(0.1, 0.0, 10), 3, 0.5)
+    rates = flodl.train.schedule.Rates(optimizer, Cosine(0.1, 0.0, 10), 3, 0.5)
     rates.set(0)
     assert all(isinstance(group["lr"], torch.Tensor) == on_device for group in optimizer.param_groups)
     assert sorted({round(float(group["lr"]), 6) for group in optimizer.param_groups}) == [0.0125, 0.025, 0.05, 0.1, 0.2]
