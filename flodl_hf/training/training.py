@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,34 +39,17 @@ from flodl_hf.training.observation import observed_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.result import figures_in
 from flodl_hf.training.rows import EncodedRows
-from flodl_hf.training.start import (
-    ModelFactory,
-    checkpoint_layers,
-    restore_layers,
-    set_dropout,
-    take,
-)
+from flodl_hf.training.start import ModelFactory, checkpoint_layers, restore_layers, set_dropout, take
 from flodl_hf.training.vectors.tsdae import DenoisingTask
 
 if TYPE_CHECKING:
     from flodl.train.builder import TrainerBuilder
     from flodl_hf.models.encoder_model import EncoderModel
-    from flodl_hf.training.job import Job
-
-_BYTES = torch.uint8
 
 BY_THE_TRAINER = (
     *("batch_size", "accumulate", "micro_batch_size", "tokens_per_batch", "group_by_length", "devices", "policy"),
     *("lr", "schedule", "schedule_options", "warmup", "optimizer", "weight_decay", "beta1", "beta2", "eps"),
-    *(
-        "max_grad_norm",
-        "layerwise_decay",
-        "precision",
-        "seed",
-        "on_nan",
-        "compat",
-        "ema",
-    ),
+    *("max_grad_norm", "layerwise_decay", "precision", "seed", "on_nan", "compat", "ema"),
 )
 BY_HASH = ("columns", "revision")
 CHANGES_NO_NUMBER = frozenset((
@@ -104,7 +88,7 @@ def _hash_of_start(job: Job) -> str:
         for name, tensor in [*job.model.graph.state_dict().items(), *(beside.state_dict().items() if beside else ())]:
             start.update(name.encode())
             tensor = tensor.to(job.model.dtype_in_shards or tensor.dtype)  # a run's start is one, in shards or not
-            start.update(memoryview(tensor.detach().contiguous().view(-1).view(_BYTES).numpy()))
+            start.update(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
     return start.hexdigest()[:16]
 
 
@@ -141,27 +125,16 @@ def _json(value: Any) -> Any:
 CHECKPOINTS = ".checkpoints"  # after the name of the folder that a run writes
 LOG_EVERY = 20
 """Steps between reads of metrics from a CUDA device."""
+SETTINGS = (
+    *("max_steps", "accumulate", "micro_batch_size", "seed", "precision", "on_nan", "deterministic", "compile"),
+    *("eval_every", "policy", "shard"),
+)
+"""Settings of the Trainer that are options of the same name."""
 NO_DECAY = ("*bias", "*norm.weight", "*norm*.weight")
 
 
 UNSAVED_S = 30.0
 """Seconds of work that a run may lose if its model cannot be written; longer runs save a checkpoint first."""
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """Parameter groups: no decay on biases and norms, and lower rates towards the input if requested."""
-
-    lr: float
-    layerwise: float | None
-
-    def __call__(self, model: Any) -> list[dict[str, Any]]:
-        if self.layerwise is None:
-            return parameter_groups(model, no_decay=NO_DECAY)
-        return layerwise_decay(
-            model, self.lr, self.layerwise, layers="network.encoder.layers", lowest=("network.encoder.embeddings",),
-            no_decay=NO_DECAY,
-        )  # fmt: skip
 
 
 def train_job(
@@ -196,12 +169,10 @@ def train_job(
         if stop.trained is not None and stop.trained.whole:
             take(job.model, stop.trained.state_dict())
         raise
-    if trained.in_place:
-        model: Any = trained.model
-        return model
     if not trained.whole:
         return None
-    take(job.model, trained.state_dict())
+    if not trained.in_place:
+        take(job.model, trained.state_dict())
     return job.model
 
 
@@ -222,6 +193,12 @@ def make_builder(
         )
     else:
         optimizer = sgd(options.lr, momentum=options.beta1, weight_decay=options.weight_decay)
+    groups = partial(parameter_groups, no_decay=NO_DECAY)
+    if options.layerwise_decay is not None:  # lower rates towards the input
+        groups = partial(
+            layerwise_decay, lr=options.lr, decay=options.layerwise_decay, layers="network.encoder.layers",
+            lowest=("network.encoder.embeddings",), no_decay=NO_DECAY,
+        )  # fmt: skip
     saving: dict[str, Any] = {}
     if folder is not None:
         is_kept = options.checkpoints is not None or folder.name.endswith(CHECKPOINTS)  # for a resume
@@ -242,21 +219,14 @@ def make_builder(
         Trainer.builder(factory, optimizer, job.objective)
         .dataset(job.rows, collate=job.collate, batches=job.batches)
         .set(
+            **{name: getattr(options, name) for name in SETTINGS},
             num_epochs=options.epochs,
-            max_steps=options.max_steps,
-            accumulate=options.accumulate,
-            micro_batch_size=options.micro_batch_size,
-            seed=options.seed,
-            precision=options.precision,
             max_grad_norm=options.max_grad_norm or None,
-            on_nan=options.on_nan,
             sum_of_means=options.compat is not None,
-            deterministic=options.deterministic,
             capture="auto" if job.unrecorded is None else False,
-            compile=options.compile,
             log_every=LOG_EVERY,
             schedule=job.schedule,
-            parameter_groups=_Groups(options.lr, options.layerwise_decay),
+            parameter_groups=groups,
             prepare_model=_arrangement(job),
             callbacks=(
                 *job.own.hooks,
@@ -265,14 +235,12 @@ def make_builder(
                 *([] if best is None else [best]),
             ),
             ema=None if options.ema is None else Ema(options.ema),
-            eval_every=options.eval_every,
             early_stopping=None if options.early_stopping is None else (job.metric, options.early_stopping),
             devices=options.places,
-            policy=options.policy,
-            shard=options.shard,
             monitor=monitor,
             **saving,
-            **observed_of(job),
+            # Watch and Rules are settings of the Trainer.
+            **(observed_of(job) if len(job.own.hooks) < len(job.own.callbacks) else {}),
         )
         .eval_fn(job.evaluation)
         .subscribe(on_event)
@@ -332,8 +300,8 @@ def best_row(metric: str, rows: Iterable[dict[str, Any]]) -> dict[str, Any] | No
 
     Evaluations before the first step are not considered.
     """
-    values = [(value, row) for row in rows if row.get("step") and (value := signed(metric, row)) is not None]
-    return max(values, key=lambda pair: pair[0])[1] if values else None
+    valued = [row for row in rows if row.get("step") and signed(metric, row) is not None]
+    return max(valued, key=lambda row: signed(metric, row) or 0.0, default=None)
 
 
 def take_best(
@@ -441,16 +409,16 @@ def trains_here(options: Options) -> bool:
 
 def _factory(job: Job, stack: ExitStack) -> Any:
     """Return what gives each rank its model: the one at hand where ranks are this process."""
-    several = job.options.ranks > 1
     if trains_here(job.options):
         _ready(job, job.model, stack)
         return lambda device: job.model
     if job.factory is not None:
         return job.factory
-    shown = {"mapped": True} if job.options.shard and several else {}  # pages that ranks share
     # A model cannot be sent to other processes, its folder can.
     room = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
-    opening: dict[str, Any] = {**shown, "attention": job.options.attention}
+    opening: dict[str, Any] = {"attention": job.options.attention}
+    if job.options.shard and job.options.ranks > 1:
+        opening["mapped"] = True  # pages that ranks share
     if job.model.active_adapter is not None:
         opening["adapter"] = job.model.save_adapter(room / "adapter")
     with job.model.disable_adapter() as base:
