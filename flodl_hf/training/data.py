@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,9 +37,9 @@ def stream_part(source: Any, options: Options, share: float | None) -> Any:
     Raises:
         ConfigError: with an option, the number of required rows is unknown.
     """
-    if callable(source) and not isinstance(source, (str, os.PathLike, Mapping, Iterable)) and not _is_sized(source):
+    if callable(source) and not isinstance(source, (os.PathLike, Sized, Iterable)):
         source = source()
-    if isinstance(source, (str, os.PathLike, Mapping)) or _is_sized(source) or not isinstance(source, Iterable):
+    if isinstance(source, (str, os.PathLike, Sized)) or not isinstance(source, Iterable):
         return source
     if options.max_steps is None:
         return _counted(source)
@@ -55,13 +55,6 @@ def stream_part(source: Any, options: Options, share: float | None) -> Any:
     if share is not None:
         rows = rows + int(share) if share >= 1 else math.ceil(rows / max(1 - share, 1e-9)) + 1
     return itertools.islice(source, rows)
-
-
-def _is_sized(source: Any) -> bool:
-    try:
-        return len(source) >= 0
-    except TypeError:
-        return False
 
 
 def _counted(source: Iterable[Any]) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from flodl.train import RateSearch
 from flodl.train.trials import Rehearsal
+from flodl_hf.checkpoints.saving.publish import check_target
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.training.evaluation import Own
 from flodl_hf.training.job import Job, plan_job, read_arguments
 from flodl_hf.training.options import FinetuneArguments
-from flodl_hf.training.run import check_free
 from flodl_hf.training.start import cast_stored
 from flodl_hf.training.training import make_builder, settings_of_torch
 
@@ -112,7 +113,7 @@ def _plan_trial(stack: ExitStack, caller: str, model: Any, arguments: Mapping[st
         stack.callback(setattr, opened, "sentence_recipe", opened.sentence_recipe)
     chosen, loss, problems = read_arguments(caller, model, train, options, loss=loss)
     if out is not None and not problems.messages:
-        check_free(Path(out), overwrite)
+        check_target(Path(os.path.abspath(out)), overwrite)
     own = Own(loss, metrics, tuple(callbacks))
     job = plan_job(model, train, held_out, chosen, caller=caller, own=own, problems=problems)
     cast_stored(job.model)  # a trial runs on one device, without shards

@@ -21,7 +21,7 @@ from flodl_hf.families.schema.tasks import task_named
 from flodl_hf.inference.evaluation_result import EvaluationResult
 from flodl_hf.training.batching import evaluation_layout
 from flodl_hf.training.data import Tables, classes_used, list_multilabel_columns, numbered_as, read_tables
-from flodl_hf.training.evaluation import EvalPredictions, Evaluation, Evaluations, Own
+from flodl_hf.training.evaluation import EvalPredictions, Evaluations, Own
 from flodl_hf.training.job import make_evaluation, note_long_texts, prepare_held_out, row_limits
 from flodl_hf.training.options import EvaluateOptions, Options, make_options
 from flodl_hf.training.ranking import has_lists, note_undefined_metrics
@@ -110,38 +110,24 @@ def evaluate(
         seconds = time.perf_counter() - started
     results = {}
     for name, one in evaluation.sets.items():
-        result = _result(task, one, found[name], _part(figures, name), seconds, notes)
-        results[name] = replace(result, details=_part(details, name))
+        seen, table = found[name], None
+        if seen.predictions is not None and len(seen.predictions):
+            table = label_table(task.kind, seen.predictions, seen.truth, tuple(task.names or task.labels or ()))
+        table = table or LabelTable([], [], {})
+        start = f"{name}/" if name else ""
+        own, rest = (
+            {key.removeprefix(start): value for key, value in part.items() if key.startswith(start)}
+            for part in (figures, details)
+        )
+        results[name] = EvaluationResult(
+            name_of(task), own, len(set(one.prepared.rows.owners.tolist())), seconds, table.labels or None,
+            table.confusion or None, table.rows or None, seen.predictions, seen.truth, details=rest, notes=notes,
+        )  # fmt: skip
     if "" in results:
         return results[""]
     return EvaluationResult(
         name_of(task), figures, sum(one.examples for one in results.values()), seconds, sets=results, notes=notes
     )
-
-
-def _part(figures: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the figures of one set; all of them for a set without a name."""
-    start = f"{name}/" if name else ""
-    return {key.removeprefix(start): value for key, value in figures.items() if key.startswith(start)}
-
-
-def _result(
-    task: Task,
-    evaluation: Evaluation,
-    seen: EvalPredictions,
-    figures: dict[str, float],
-    seconds: float,
-    notes: list[str],
-) -> EvaluationResult:
-    examples = len(set(evaluation.prepared.rows.owners.tolist()))
-    table = LabelTable([], [], {})
-    if seen.predictions is not None and len(seen.predictions):
-        names = tuple(task.names or task.labels or ())
-        table = label_table(task.kind, seen.predictions, seen.truth, names) or table
-    return EvaluationResult(
-        name_of(task), figures, examples, seconds, table.labels or None, table.confusion or None, table.rows or None,
-        seen.predictions, seen.truth, notes=notes,
-    )  # fmt: skip
 
 
 # ---- options ---------------------------------------------------------------------------------------------
@@ -262,10 +248,14 @@ def _plan(
 ) -> tuple[Evaluations, Task, list[str]]:
     """Return what evaluates the model, the task, and remarks."""
     tables = read_tables(None, data, options)
-    name = _task_of(model, tables.train, options)
+    name, labels = _task_of(model, tables.train, options), tuple(model.config.labels)
+    has_names = any(label != f"LABEL_{i}" for i, label in enumerate(labels))
     if name in ("sequence_classification", "token_classification"):
-        options = _with_labels(model, name, options)
-        if _has_names(model):
+        if name == "sequence_classification":  # the kind that transformers takes the labels for
+            single = "regression" if len(labels) == 1 else None
+            options = replace(options, problem_type=options.problem_type or model.config.problem_type or single)
+        options = replace(options, labels=None if options.problem_type == "regression" else labels)
+        if has_names:
             # Declared classes are compared by their names: the model may number them in another order.
             sets = {name: numbered_as(rows, model.config.labels) for name, rows in tables.evals.items()}
             tables = replace(tables, train=next(iter(sets.values())), evals=sets)
@@ -274,13 +264,13 @@ def _plan(
         task, options = choose_task(tables, options, known_of(model, options))
     except ConfigError as fault:
         if fault.message.startswith("labels: the data has"):
-            raise _other_labels(model, fault.details.get("problems", [])) from None
+            raise _other_labels(labels, fault.details.get("problems", [])) from None
         if not is_loss_inherited:
             raise
         # Data of another form than the training data: the default loss of this form.
         options = replace(options, vector_loss=None, loss_options=None)
         task, options = choose_task(tables, options, known_of(model, options))
-    _check_labels(model, task, tables)
+    _check_labels(labels, task, tables, has_names=has_names)
     if isinstance(task, AuxiliaryTask):
         raise DataError(
             "evaluate: found pairs with classes, which are predicted by a layer that only training has. Give pairs "
@@ -301,38 +291,22 @@ def _plan(
     return evaluation, task, notes
 
 
-def _with_labels(model: EncoderModel, name: str, options: Options) -> Options:
-    """Return the options with the labels of the model, and with what transformers takes them for."""
-    if name != "sequence_classification":
-        return replace(options, labels=tuple(model.config.labels))
-    single = "regression" if len(model.config.labels) == 1 else None
-    kind = options.problem_type or model.config.problem_type or single
-    labels = None if kind == "regression" else tuple(model.config.labels)
-    return replace(options, labels=labels, problem_type=kind)
-
-
-def _other_labels(model: EncoderModel, strange: list[str]) -> DataError:
-    known = list(model.config.labels)
+def _other_labels(known: tuple[str, ...], strange: list[str]) -> DataError:
     return DataError(
         f"evaluate: found labels in the data that the model does not have:\n{capped(strange, 8)}\nexpected some of "
         f"{', '.join(known[:20])}. Rename the labels in the data, or evaluate a model that was trained with them.",
         labels=strange,
-        expected=known,
+        expected=list(known),
     )
 
 
-def _has_names(model: EncoderModel) -> bool:
-    return any(label != f"LABEL_{i}" for i, label in enumerate(model.config.labels))
-
-
-def _check_labels(model: EncoderModel, task: Task, tables: Tables) -> None:
+def _check_labels(known: tuple[str, ...], task: Task, tables: Tables, *, has_names: bool) -> None:
     """Raise if the data have other labels than the model, or labels of another kind."""
-    known = tuple(model.config.labels)
     column = task.columns.label or task.columns.tags if isinstance(task, (SequenceTask, TokenTask)) else None
-    if column is not None and task.kind != "regression" and _has_names(model):
+    if column is not None and task.kind != "regression" and has_names:
         used = {name for rows in tables.evals.values() for name in classes_used(rows, column)}
         if strange := sorted(used - set(known)):
-            raise _other_labels(model, strange)
+            raise _other_labels(known, strange)
     if task.labels is None or name_of(task) == "rank" or task.labels == known:
         return
     if task.kind == "regression" and len(known) == len(task.labels):
@@ -359,14 +333,11 @@ def _alone(model: EncoderModel, evaluation: Evaluations, device: str | torch.dev
         finally:
             ranks.leave()
     model.to(find_device(device))
-    return evaluation(model), _seen(evaluation)
+    return evaluation(model), {name: one.seen or EvalPredictions(name) for name, one in evaluation.sets.items()}
 
 
 def _on_rank(ranks: Ranks, model: EncoderModel, evaluation: Evaluations) -> Found:
     """Return the metrics of all ranks, with predictions on the first."""
     figures = evaluation.on_ranks(model.to(ranks.device).eval(), ranks, (1.0,) * ranks.world)
-    return figures, _seen(evaluation) if ranks.rank == 0 or under_torchrun() else {}
-
-
-def _seen(evaluation: Evaluations) -> dict[str, EvalPredictions]:
-    return {name: one.seen or EvalPredictions(name) for name, one in evaluation.sets.items()}
+    kept = evaluation.sets if ranks.rank == 0 or under_torchrun() else {}
+    return figures, {name: one.seen or EvalPredictions(name) for name, one in kept.items()}

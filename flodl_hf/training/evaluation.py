@@ -26,7 +26,6 @@ from flodl.distributed.shares import deal
 from flodl.errors import ConfigError, TrainError, nearest
 from flodl.metrics import Metric, merged
 from flodl.train import Callback, Precision
-from flodl_hf.training.observation import Rules, Watch
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.step import LossFunction, rows_of_scores
 from flodl_hf.training.task import Prepared, Scorer, Task
@@ -116,11 +115,6 @@ class Own:
     loss: LossFunction | None = None
     metrics: MetricFunction | Mapping[str, MetricFunction] | None = None
     callbacks: Sequence[Callback] = field(default=())
-
-    @property
-    def hooks(self) -> list[Callback]:
-        """The callbacks that the Trainer calls; `Watch` and `Rules` are settings of the Trainer instead."""
-        return [callback for callback in self.callbacks if not isinstance(callback, (Watch, Rules))]
 
     @property
     def names(self) -> list[str]:

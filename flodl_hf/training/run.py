@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from flodl.distributed.group import is_first_rank, under_torchrun
-from flodl.errors import TrainError, TrainInterrupted, printable, visible
+from flodl.errors import TrainError, TrainInterrupted, visible
 from flodl.fork_server import prepare_ranks
 from flodl.memory import available_memory
 from flodl.progress import in_words, is_wanted
@@ -30,8 +30,7 @@ from flodl.train import Callback, EpochMetrics, EvalDone, RunDone, RunStarted, S
 from flodl.train.events import Past
 from flodl.train.saving.reading import list_checkpoints
 from flodl.train.trackers import make_tracker
-from flodl_hf.checkpoints.folders import path_fault
-from flodl_hf.checkpoints.saving.publish import GENERATOR, check_space, is_model_file
+from flodl_hf.checkpoints.saving.publish import GENERATOR, check_space, check_target
 from flodl_hf.errors import ExportError
 from flodl_hf.models.adapters.write import contents_of
 from flodl_hf.models.saving import write_contents
@@ -39,7 +38,7 @@ from flodl_hf.training.batching import as_before
 from flodl_hf.training.data import is_several
 from flodl_hf.training.evaluation import EvalPredictions, Own, collect_predictions
 from flodl_hf.training.job import Job, Timing, plan_job, read_arguments
-from flodl_hf.training.monitoring import monitor_of_job
+from flodl_hf.training.observation import monitor_of_job
 from flodl_hf.training.options import FinetuneWords, Options
 from flodl_hf.training.report.figures import tune_thresholds
 from flodl_hf.training.result import FinetuneResult, described, figures_in, job_name, metadata_files
@@ -133,26 +132,35 @@ def finetune(
     if progress is None and (options.get("disable_tqdm") or is_wanted()):
         progress = not options.get("disable_tqdm")
     target = None if out is None else Path(out)
-    trackers: list[Tracker] = []
+    kept = None if target is None else target.with_name(target.name + CHECKPOINTS)  # checkpoints for a resume
+    trackers, is_interrupted = list[Tracker](), False
     if not problems.messages:
-        chosen = as_before(chosen, _kept_in(chosen, target))
-        trackers = _trackers(chosen, target)
+        kept = kept if chosen.checkpoints is None else Path(chosen.checkpoints)
+        is_interrupted = kept is not None and kept.is_dir() and bool(list_checkpoints(kept))
+        chosen = as_before(chosen, kept)
+        beside = Path("runs") if target is None else target.with_name(target.name + ".logs")
+        for name in chosen.trackers if is_first_rank() else ():
+            trackers.append(make_tracker(name, chosen.log_dir or beside, _settings(chosen)))
         if target is not None:
-            kept = _kept_in(chosen, target) or target
-            is_finished = os.path.isfile(target / "training.json") and not list_checkpoints(kept)
+            is_finished = os.path.isfile(target / "training.json") and not is_interrupted
             if chosen.resume and is_finished and not overwrite:
                 raise ExportError(
                     f"{target}: found a finished run, expected an interrupted one. To train for more epochs, give this "
                     "folder as the model and another one as out=...; to replace the model, give overwrite=True.",
                     path=str(target),
                 )
-            check_free(target, overwrite)
+            check_target(Path(os.path.abspath(target)), overwrite)
+        if is_interrupted and not chosen.resume:
+            raise TrainError(
+                f"finetune: {kept} contains checkpoints of an unfinished run. Resume it with resume=True, or remove "
+                "the folder.",
+                folder=str(kept),
+            )
         if chosen.ranks > 1 and not under_torchrun():
             prepare_ranks("flodl_hf.training.run")
     tell = partial(_say, shown=bool(progress)) if is_first_rank() else None
     job = plan_job(model, train, eval, chosen, own=Own(loss, metrics, tuple(callbacks)), tell=tell, problems=problems)
-    kept = _kept_in(job.options, target)
-    if tell is not None and job.options.resume and kept is not None and not (kept.is_dir() and list_checkpoints(kept)):
+    if tell is not None and chosen.resume and kept is not None and not is_interrupted:
         tell(f"resume: {kept} contains no checkpoint; the run starts from the beginning")
     if target is not None and is_first_rank():
         check_space(target, _bytes_to_write(job.model))
@@ -162,10 +170,10 @@ def finetune(
     notes = _Notes(on_event, job.unrecorded, job.timing)
     try:
         return _train(
-            job, notes, target, recipe, progress=progress, trackers=trackers, monitor=monitor, overwrite=overwrite
+            job, notes, target, kept, recipe, progress=progress, trackers=trackers, monitor=monitor, overwrite=overwrite
         )  # fmt: skip
     except (TrainInterrupted, SystemExit) as stop:
-        _stopped(stop, job, notes, target, recipe)
+        _stopped(stop, job, notes, kept, recipe)
         raise
     except TrainError as fault:
         if "allow_change=" not in fault.message:
@@ -173,11 +181,10 @@ def finetune(
         raise TrainError(fault.message.replace("allow_change=", "resume="), **fault.details) from None
 
 
-def _stopped(stop: BaseException, job: Job, notes: _Notes, target: Path | None, recipe: dict[str, Any]) -> None:
+def _stopped(stop: BaseException, job: Job, notes: _Notes, folder: Path | None, recipe: dict[str, Any]) -> None:
     """Report how to resume a run that a signal ended, and attach its partial result to the exception."""
     if isinstance(stop, SystemExit) and stop.code != 128 + signal.SIGTERM:
         return
-    folder = _kept_in(job.options, target)
     if is_first_rank():
         how = "run the same command with resume=True to continue" if folder else "there is no out= to resume from"
         print(in_words(f"stopped after step {notes.steps}; {how}"), file=sys.stderr, flush=True)
@@ -191,11 +198,6 @@ def _stopped(stop: BaseException, job: Job, notes: _Notes, target: Path | None, 
         )  # fmt: skip
 
 
-def _fits_twice(model: EncoderModel) -> bool:
-    """Return whether the memory has room for a copy of a model."""
-    return 2 * _bytes_to_write(model) <= (available_memory() or sys.maxsize)
-
-
 def _bytes_to_write(model: EncoderModel) -> int:
     size = sum(plan.nbytes for plan in contents_of(model).plans.values())
     return size if model.dtype_in_shards is None else size * model.dtype_in_shards.itemsize // model.dtype.itemsize
@@ -205,6 +207,7 @@ def _train(
     job: Job,
     notes: _Notes,
     target: Path | None,
+    folder: Path | None,
     recipe: dict[str, Any],
     *,
     progress: bool | None,
@@ -221,11 +224,11 @@ def _train(
             stack.callback(tracker.end)
         metric = job.metric if options.keep_best else None  # of the best weights
         best = None
+        fits_twice = 2 * _bytes_to_write(job.model) <= (available_memory() or sys.maxsize)
         # Under torchrun every rank keeps the best weights, since there may be no folder that all of them can read.
         in_memory = trains_here(options) or not options.shard
-        if metric is not None and in_memory and (under_torchrun() or _fits_twice(job.model)):
+        if metric is not None and in_memory and (under_torchrun() or fits_twice):
             best = Best(metric, None if job.evaluation is None else next(iter(job.evaluation.sets.values())).seen)
-        folder = _checkpoint_folder(options, target)
         if folder is None and metric is not None and best is None and not under_torchrun():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-")))
         if folder is None and metric is not None and best is None:
@@ -246,7 +249,11 @@ def _train(
             at_hand = best_row(metric, new) or {"step": notes.steps}
             best_step, metrics = take_best(metric, read, model, notes.history, at_hand["step"]) or (best_step, metrics)
         model.eval()
-        predictions = _collected_predictions(job, model, target, metrics, notes.seen)
+        predictions = None
+        wanted = options.tune_thresholds or (options.report and target is not None)
+        if wanted and job.evaluation is not None and is_first_rank():
+            cast_stored(model)
+            predictions = collect_predictions(model, job.evaluation, metrics, notes.seen)
         generator = job.task.conclude(model)
     tuned = None
     if options.tune_thresholds and predictions is not None:
@@ -332,91 +339,11 @@ class _Notes:
 # ---- checkpoints and the folder -------------------------------------------------------------------------
 
 
-def _checkpoint_folder(options: Options, target: Path | None) -> Path | None:
-    """Return the folder of checkpoints; None if the run keeps none.
-
-    Raises:
-        TrainError: it contains checkpoints, and the run does not resume.
-    """
-    folder = _kept_in(options, target)
-    if folder is not None and not options.resume and folder.is_dir() and list_checkpoints(folder):
-        raise TrainError(
-            f"finetune: {folder} contains checkpoints of an unfinished run. Resume it with resume=True, or "
-            "remove the folder.",
-            folder=str(folder),
-        )
-    return folder
-
-
-def _kept_in(options: Options, target: Path | None) -> Path | None:
-    """Return the folder of checkpoints for a resume; None if the run keeps none."""
-    if options.checkpoints is not None:
-        return Path(options.checkpoints)
-    return None if target is None else target.with_name(target.name + CHECKPOINTS)
-
-
 def _say(text: str, *, shown: bool) -> None:
     """Log a line about the run, and print it where progress is shown."""
     _LOG.info(text)
     if shown:
         print(visible(in_words(text)), file=sys.stderr, flush=True)
-
-
-def check_free(target: Path, overwrite: bool) -> None:
-    """Check that a model can be written to a folder.
-
-    Raises:
-        ExportError: the folder is not empty and may not be replaced, or is a file.
-    """
-    fault = path_fault(target)
-    if fault is not None:
-        raise ExportError(
-            f"out={printable(str(target), 400)}: no folder can have this path, because {fault}; choose another",
-            path=str(target),
-            problems=[fault],
-        )
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise ExportError(
-            f"{target} is not empty; expected a new folder. Give another, or overwrite=True to replace "
-            "the model there.",
-            path=str(target),
-        )
-    files = [path for path in sorted(target.rglob("*")) if not path.is_dir()] if target.is_dir() else []
-    names = [path.relative_to(target).as_posix() for path in files]
-    strange = [name for name in names if not is_model_file(name)]
-    if strange:
-        raise ExportError(
-            f"{target} contains files that are no part of a model: "
-            f"{', '.join(strange[:5])}. Expected a folder that may be "
-            "replaced as a whole. Move them, or give another folder.",
-            path=str(target),
-            problems=strange,
-        )
-    if target.exists() and not target.is_dir():
-        raise ExportError(f"{target} is a file; expected a folder to write", path=str(target))
-
-
-def _collected_predictions(
-    job: Job, model: EncoderModel, target: Path | None, metrics: dict[str, float], seen: EvalPredictions | None
-) -> EvalPredictions | None:
-    """Return the predictions for evaluation data, on the first rank, if requested."""
-    wanted = job.options.tune_thresholds or (job.options.report and target is not None)
-    if not wanted or job.evaluation is None or not is_first_rank():
-        return None
-    cast_stored(model)
-    return collect_predictions(model, job.evaluation, metrics, seen)
-
-
-def _trackers(options: Options, target: Path | None) -> list[Tracker]:
-    """Return the requested trackers, on the first rank; their packages are imported.
-
-    Raises:
-        TrainError: a package is not installed.
-    """
-    if not is_first_rank():
-        return []
-    beside = Path("runs") if target is None else target.with_name(target.name + ".logs")
-    return [make_tracker(name, options.log_dir or beside, _settings(options)) for name in options.trackers]
 
 
 def _settings(options: Options) -> dict[str, Any]:

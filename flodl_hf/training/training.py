@@ -35,7 +35,7 @@ from flodl_hf.models.adapters.settings import adapter_mapping
 from flodl_hf.models.transformers_methods import freeze
 from flodl_hf.training.evaluation import EvalPredictions
 from flodl_hf.training.job import Job
-from flodl_hf.training.observation import observed_of
+from flodl_hf.training.observation import Rules, Watch, observed_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.result import figures_in
 from flodl_hf.training.rows import EncodedRows
@@ -199,6 +199,8 @@ def make_builder(
             layerwise_decay, lr=options.lr, decay=options.layerwise_decay, layers="network.encoder.layers",
             lowest=("network.encoder.embeddings",), no_decay=NO_DECAY,
         )  # fmt: skip
+    # Watch and Rules are settings of the Trainer.
+    hooks = [callback for callback in job.own.callbacks if not isinstance(callback, (Watch, Rules))]
     saving: dict[str, Any] = {}
     if folder is not None:
         is_kept = options.checkpoints is not None or folder.name.endswith(CHECKPOINTS)  # for a resume
@@ -229,7 +231,7 @@ def make_builder(
             parameter_groups=groups,
             prepare_model=_arrangement(job),
             callbacks=(
-                *job.own.hooks,
+                *hooks,
                 *([Profiler(options.profile)] if options.profile else []),
                 Notes(job.notes, job.metric),
                 *([] if best is None else [best]),
@@ -239,8 +241,7 @@ def make_builder(
             devices=options.places,
             monitor=monitor,
             **saving,
-            # Watch and Rules are settings of the Trainer.
-            **(observed_of(job) if len(job.own.hooks) < len(job.own.callbacks) else {}),
+            **(observed_of(job) if len(hooks) < len(job.own.callbacks) else {}),
         )
         .eval_fn(job.evaluation)
         .subscribe(on_event)

@@ -99,11 +99,8 @@ def publish_folder(
             ``path``, ``needed_bytes`` and ``free_bytes`` give the details.
         Exception: whatever ``writer`` raises, after its stage was removed.
     """
-    fault = path_fault(target)
-    if fault is not None:
-        raise refused(printable(str(target), 400), fault, "the path of a folder", kind=ExportError)
     place = Path(os.path.abspath(target))
-    _check_target(place, overwrite, replaceable)
+    check_target(place, overwrite, replaceable)
     made: list[Path] = []
     published = False
     stage = _Stage(place)
@@ -118,7 +115,7 @@ def publish_folder(
             if place.exists():
                 os.chmod(stage.folder, stat.S_IMODE(place.stat().st_mode))
             # The target may have changed while the writer ran.
-            _check_target(place, overwrite, replaceable)
+            check_target(place, overwrite, replaceable)
             _swap(stage.folder, place, overwrite)
             published = True
         finally:
@@ -135,7 +132,10 @@ def publish_folder(
     return place
 
 
-def _check_target(target: Path, overwrite: bool, replaceable: Callable[[str], bool]) -> None:
+def check_target(target: Path, overwrite: bool, replaceable: Callable[[str], bool] = is_model_file) -> None:
+    """Raise an `ExportError` if a folder cannot be written, or replaced where it exists."""
+    if (fault := path_fault(target)) is not None:
+        raise refused(printable(str(target), 400), fault, "the path of a folder", kind=ExportError)
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:

@@ -76,7 +76,7 @@ def test_a_resume_of_a_finished_run_says_that_it_is_finished(base: Path, tmp_pat
     first = finetune(base, **given)
     with pytest.raises(ExportError, match="finished run"):
         finetune(base, resume=True, **given)
-    with pytest.raises(ExportError, match="is not empty"):
+    with pytest.raises(ExportError, match="overwrite=True"):
         finetune(base, **given)
     assert finetune(base, resume=True, overwrite=True, **given).losses == first.losses
 

@@ -20,7 +20,7 @@ from flodl.monitor.folder import RunFolder
 from flodl.monitor.recorder import Throughput
 from flodl_hf.training import finetune
 from flodl_hf.training.job import plan_job
-from flodl_hf.training.monitoring import StepTokens, _parameters, flops_of_encoder, peak_of
+from flodl_hf.training.observation import StepTokens, _parameters, flops_of_encoder, peak_of
 from flodl_hf.training.options import make_options
 
 torch.set_num_threads(1)
