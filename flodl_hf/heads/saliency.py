@@ -154,11 +154,16 @@ def saliency(
             there = embedded(model.network, ids)
             nothing = embedded(model.network, torch.where(special, ids, torch.full_like(ids, filler)))
             name, score_of = _score(model, model(inputs_embeds=there, **inputs), row, text, target)
-        line = _Line(model, inputs, nothing, there, score_of)
-        wanted, baseline = line.score(1.0), line.score(0.0)
+
+            def scores(embeds: Tensor) -> Tensor:
+                expanded = {name: value.expand(len(embeds), *value.shape[1:]) for name, value in inputs.items()}
+                return score_of(model(inputs_embeds=embeds, **expanded))
+
+            # As the points between them are computed.
+            wanted, baseline = (float(scores(nothing + at * (there - nothing))[0]) for at in (1.0, 0.0))
         bound = tolerance * max(abs(wanted - baseline), 1e-3)
         while True:
-            shares = line.integrated(steps).masked_fill(special, 0.0)
+            shares = _integral(scores, nothing, there, steps).masked_fill(special, 0.0)
             gap = abs(float(shares.sum()) - (wanted - baseline))
             if gap <= bound or steps >= MOST_STEPS:
                 break
@@ -179,40 +184,27 @@ def saliency(
     )  # fmt: skip
 
 
-class _Line:
-    """The way from a baseline to a text, in the space of embeddings."""
+def _integral(score_of: Callable[[Tensor], Tensor], start: Tensor, end: Tensor, steps: int) -> Tensor:
+    """Return the integral of the gradient times the way, by token, by Gauss and Legendre's rule.
 
-    def __init__(
-        self, model: Any, inputs: dict[str, Tensor], start: Tensor, end: Tensor, score_of: Callable[[Any], Tensor]
-    ) -> None:
-        self.model, self.inputs, self.start, self.end, self.score_of = model, inputs, start, end, score_of
-
-    def score(self, at: float) -> float:
-        """Return the score at a point: 0 is the baseline, 1 the text."""
-        with torch.no_grad():
-            return float(self._scores(self._embeds(torch.tensor([at], device=self.end.device)))[0])
-
-    def _scores(self, embeds: Tensor) -> Tensor:
-        inputs = {name: value.expand(len(embeds), *value.shape[1:]) for name, value in self.inputs.items()}
-        return self.score_of(self.model(inputs_embeds=embeds, **inputs))
-
-    def _embeds(self, places: Tensor) -> Tensor:
-        return self.start + places.to(self.end.dtype)[:, None, None] * (self.end - self.start)
-
-    def integrated(self, steps: int) -> Tensor:
-        """Return the integral of the gradient times the way, by token, by Gauss and Legendre's rule."""
-        points, weights = np.polynomial.legendre.leggauss(steps)
-        total = torch.zeros(self.end.shape[1], dtype=torch.float64, device=self.end.device)
-        way = (self.end - self.start)[0].double()
-        for first in range(0, steps, BATCH_ROWS):
-            part = slice(first, first + BATCH_ROWS)
-            places = torch.as_tensor((points[part] + 1) / 2, device=self.end.device)
-            embeds = self._embeds(places).detach().requires_grad_()
-            with torch.enable_grad():
-                (grads,) = torch.autograd.grad(self._scores(embeds).sum(), embeds)
-            share = torch.as_tensor(weights[part] / 2, device=self.end.device)
-            total += ((grads.double() * way).sum(-1) * share[:, None]).sum(0)
-        return total
+    Args:
+        score_of: the score of each of some embeddings, ``(points, tokens, size)``.
+        start: the baseline, ``(1, tokens, size)``.
+        end: the text alike.
+        steps: points of the line.
+    """
+    points, weights = np.polynomial.legendre.leggauss(steps)
+    total = torch.zeros(end.shape[1], dtype=torch.float64, device=end.device)
+    way = (end - start)[0].double()
+    for first in range(0, steps, BATCH_ROWS):
+        part = slice(first, first + BATCH_ROWS)
+        places = torch.as_tensor((points[part] + 1) / 2, device=end.device)
+        embeds = (start + places.to(end.dtype)[:, None, None] * (end - start)).detach().requires_grad_()
+        with torch.enable_grad():
+            (grads,) = torch.autograd.grad(score_of(embeds).sum(), embeds)
+        share = torch.as_tensor(weights[part] / 2, device=end.device)
+        total += ((grads.double() * way).sum(-1) * share[:, None]).sum(0)
+    return total
 
 
 def _score(model: EncoderModel, output: Any, row: Any, text: Any, target: Any) -> tuple[str, Callable[[Any], Tensor]]:

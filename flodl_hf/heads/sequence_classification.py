@@ -125,8 +125,9 @@ class SequenceClassifier(ScoringModel):
         texts = as_text_list(texts, "predict", mapping=True)
 
         between: Mapping[str, float] | None = None
-        if compat is None:
-            prompt = self._prompt("predict", prompt, prompt_name)
+        if compat is None and (prompt_name is not None or self.cross_encoder is not None):
+            recipe = self.cross_encoder or SentenceTransformerConfig()
+            prompt = recipe.resolve_prompt("predict", prompt, prompt_name)
         if isinstance(threshold, str):
             threshold = tuned_thresholds(self.config.label_thresholds, threshold, function_to_apply)
             if self.config.problem_type != "multi_label_classification":
@@ -259,7 +260,8 @@ class SequenceClassifier(ScoringModel):
         """
         self._ready("rerank", untrained=untrained)
         activation = ranking_activation(self.config, function_to_apply)
-        before = self._prompt("rerank", prompt, prompt_name)
+        recipe = self.cross_encoder or SentenceTransformerConfig()
+        before = recipe.resolve_prompt("rerank", prompt, prompt_name)
         texts = _documents(query, documents)
 
         def encode(chunk: list[str]) -> Encoded:
@@ -283,17 +285,6 @@ class SequenceClassifier(ScoringModel):
         """Settings of the folder if sentence-transformers wrote it as a cross-encoder of these labels; else None."""
         recipe, activation = self.sentence_recipe, self.config.score_activation
         return recipe if recipe is not None and activation is not None and recipe.activation == activation else None
-
-    def _prompt(self, method: str, prompt: str | None, name: str | None) -> str:
-        """Return the text before the first text of each pair.
-
-        Raises:
-            PredictError: the folder has no prompt of this name.
-        """
-        recipe = self.cross_encoder
-        if recipe is None and name is None:
-            return prompt or ""
-        return (recipe or SentenceTransformerConfig()).resolve_prompt(method, prompt, name)
 
     def _encode(
         self,

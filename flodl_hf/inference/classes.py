@@ -8,7 +8,6 @@ the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -173,7 +172,7 @@ def decode_classes(
     names = np.array([*labels], object)[index[reached]].tolist()
     found = build_records(Classification, names, ordered[reached].tolist(), np.repeat(windows, counts).tolist())
     ends = np.cumsum(counts).tolist()
-    return [found[low:high] for low, high in pairwise([0, *ends])]
+    return list(map(found.__getitem__, map(slice, [0, *ends], ends)))
 
 
 def decide(labels: Sequence[Classification], thresholds: Mapping[str, float]) -> list[Classification]:

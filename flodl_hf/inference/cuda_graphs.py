@@ -144,7 +144,7 @@ class Recorder:
                 return
             # One that is dropped and wanted again shall not be recorded time and again.
             self._seen[key], self._wanted[key] = 0, 2 * max(wait, WAIT)
-            size = _bytes(output)
+            size = output.nbytes
             if size > MOST_BYTES:
                 self._wanted[key] = 1 << 62
                 return
@@ -181,11 +181,7 @@ class Recorder:
             return _Captured(step, input, self._pool, self._side)
 
     def _make_room(self, size: int) -> None:
-        kept = sum(_bytes(recording.output) for recording in self._kept.values())
+        kept = sum(recording.output.nbytes for recording in self._kept.values())
         while self._kept and (len(self._kept) >= KEPT or kept + size > KEPT_BYTES):
             _, gone = self._kept.popitem(last=False)
-            kept -= _bytes(gone.output)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+            kept -= gone.output.nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +60,10 @@ class EvaluationResult:
         lines = [f"{self.task}, {self.examples:,} examples, {self.seconds:.1f} s"]
         lines += [f"{name:<{width}}{value:.4f}" for name, value in self.metrics.items() if "/" not in name]
         if self.per_label:
-            lines += ["", *_aligned([("label", *COLUMNS), *self.label_rows()])]
+            table = [("label", *COLUMNS)]
+            for name, row in self.per_label.items():
+                table.append((name, *(f"{row[column]:.4f}" for column in COLUMNS[:-1]), f"{int(row['support']):,}"))
+            lines += ["", *_aligned(table)]
         if self.labels and self.confusion and len(self.labels) <= MOST_SHOWN:
             head, matrix = ("true \\ predicted", *self.labels), self.confusion
             if isinstance(matrix[0][0], list):  # a 2 x 2 matrix for each label
@@ -69,11 +71,6 @@ class EvaluationResult:
             rows = [(name, *map(str, row)) for name, row in zip(self.labels, matrix, strict=True)]
             lines += ["", *_aligned([head, *rows])]
         return "\n".join(lines)
-
-    def label_rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield label, precision, recall, F1 and support of each label as text."""
-        for name, row in (self.per_label or {}).items():
-            yield name, *(f"{row[column]:.4f}" for column in COLUMNS[:-1]), f"{int(row['support']):,}"
 
 
 OUTCOMES = ("true negatives", "false positives", "false negatives", "true positives")

@@ -193,7 +193,6 @@ class GraphModel(nn.Module):
         self.config = config
         # Not as "graph": modules that torch generates, as torch.export does, have an attribute of that name.
         self.network = graph
-        self.register_load_state_dict_pre_hook(_as_network)
         self.load_report = None
         self.source: Source | None = None
         self.tokenizer: Tokenizer | None = None
@@ -389,10 +388,3 @@ class GraphModel(nn.Module):
     def num_labels(self) -> int:
         """How many labels the configuration names."""
         return self.config.num_labels
-
-
-def _as_network(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take tensors under the names of former versions, which had "graph" for "network"."""
-    before = f"{prefix}graph."
-    for name in [name for name in state if name.startswith(before)]:
-        state[f"{prefix}network.{name.removeprefix(before)}"] = state.pop(name)

@@ -250,15 +250,6 @@ class Found(Sequence[T]):
         return self[name] if name in self.columns else default
 
     @property
-    def given(self) -> Any:
-        """Deprecated name of ``source``."""
-        return self.source
-
-    @given.setter
-    def given(self, value: Any) -> None:
-        self.source = value
-
-    @property
     def empty(self) -> bool:
         """Whether the text is empty or white space alone; of a pair, whether both of its texts are."""
         return is_empty(self.source)

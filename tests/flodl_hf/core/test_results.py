@@ -61,7 +61,6 @@ def test_it_is_a_sequence_of_its_records(kind: str) -> None:
         assert type(again) is type(found)
         assert (again, again.source) == (found, found.source)
     assert type(found)(records=list(found), source="x").source == "x"
-    assert found.given == found.source  # deprecated
 
 
 @kinds

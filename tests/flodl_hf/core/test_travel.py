@@ -108,19 +108,6 @@ def test_random_weights_stay_known_as_random(make: Make) -> None:
     assert model.untrained == fresh[:1]
 
 
-def test_tensors_under_the_names_of_former_versions_load(make: Make) -> None:
-    model, other = make("bert", "sequence_classification"), make("bert", "sequence_classification")
-    with torch.no_grad():
-        other.graph.get_parameter("head.classifier.weight").zero_()
-    assert all(name.startswith("network.") for name in model.state_dict())
-    former = {name.replace("network.", "graph.", 1): tensor for name, tensor in model.state_dict().items()}
-    other.load_state_dict(former)
-    assert torch.equal(
-        other.get_submodule("graph.head").get_parameter("classifier.weight"),
-        model.graph.get_parameter("head.classifier.weight"),
-    )
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_configurations_and_outputs(make: Make, way: str) -> None:
     for family in FAMILIES:
