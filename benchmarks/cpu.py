@@ -35,7 +35,7 @@ import torch
 from benchmarks.peers import on_cpu
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.auto import head_named
-from flodl_hf.inference import cpu_features
+from flodl_hf.inference import cpu
 from flodl_hf.models import EncoderModel
 from flodl_hf.nn.backends.cpu import (
     Int8Linear,
@@ -161,7 +161,7 @@ def contenders(task: str, folder: Path, options: argparse.Namespace, room: Path)
             add("OpenVINO, 8", partial(on_cpu.openvino, task, place, 8, threads, files))
             add("ONNX Runtime int8, 8", partial(on_cpu.onnx_runtime, task, place, 8, threads, files, True), "int8")
     for precision in options.precisions:
-        reason = None if precision in ("exact", "fp32") else cpu_features.missing(precision)
+        reason = None if precision in ("exact", "fp32") else cpu.missing(precision)
         if reason:
             print(f"  left out: ours {precision}: {reason}", file=sys.stderr)
             continue
@@ -191,7 +191,7 @@ def peaks(width: int, clock: Callable[[], float]) -> dict[str, float]:
     kinds: dict[str, list[Callable[[], Any]]] = {"fp32": [partial(TorchLinear(weight, bias, Scratch()), x, "peak")]}
     if has_onednn(torch.float32):
         kinds["fp32"].append(partial(OneDnnLinear(weight, bias, at_once=True), x))
-    if cpu_features.missing("bf16") is None:
+    if cpu.missing("bf16") is None:
         half = OneDnnLinear(weight.bfloat16(), bias.bfloat16(), at_once=True)
         kinds["bf16"] = [partial(half, x.bfloat16())]
     if has_int8():

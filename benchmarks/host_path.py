@@ -136,7 +136,7 @@ def in_place_of_a_device(stand_in: StandIn) -> Iterator[None]:
     """Have predictions run on the stand-in, as an accelerator would be used."""
     with ExitStack() as held:
         held.enter_context(patch("flodl_hf.inference.pipeline.works_by_itself", lambda device: True))
-        held.enter_context(patch("flodl_hf.inference.batch.CPU_BUDGET", BUDGET))
+        held.enter_context(patch.dict("flodl_hf.inference.batch.BUDGETS", cpu=BUDGET))
         held.enter_context(patch.object(Engine, "_run", lambda self, batch, alone: stand_in.run(self, batch, alone)))
         yield
 

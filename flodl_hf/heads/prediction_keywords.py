@@ -6,7 +6,7 @@ from typing import Any
 
 from flodl_hf.checkpoints.config.file import activation_at
 from flodl_hf.checkpoints.keywords import KeywordAlias, device_of
-from flodl_hf.inference.batch import usual_budget
+from flodl_hf.inference.batch import BUDGETS
 
 
 def budget_of(size: Any, model: Any) -> int | None:
@@ -15,7 +15,7 @@ def budget_of(size: Any, model: Any) -> int | None:
         return None
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError("expected an integer of at least 1")
-    return min(usual_budget(model.device.type), size * (model.max_tokens or 512))
+    return min(BUDGETS[model.device.type], size * (model.max_tokens or 512))
 
 
 def _devices(value: Any, model: Any) -> Any:

@@ -5,10 +5,9 @@ prepared_graph  the graph that predicts: fused and cast, remade when the model c
 inputs          user input as texts, and their tokens as arrays
 token_table     rows of tokens as flat arrays
 batch           one forward pass: rows by a token budget, the computation, and its results
-engine          rows through a prepared graph; memory that runs out
+engine          rows through a prepared graph; memory that runs out; how far answers depend on the batch
 cuda_graphs     batches recorded as CUDA graphs
 pipeline        the loop of a call: encode, forward pass, decode, window after window
-batch_variance  how far answers depend on what else is in the batch
 classes         scores to labels and rankings
 entities        scores and offsets to entities; words finds the words
 spans           scores and offsets to answers
@@ -33,7 +32,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flodl_hf.inference.batch_variance import Spread, spread
+    from flodl_hf.inference.engine import Spread, spread
     from flodl_hf.inference.options import Precision, RunKeywords, RunOptions
     from flodl_hf.inference.prepared_graph import forget
 
@@ -43,9 +42,9 @@ _MODULES = {
     "Precision": "options",
     "RunKeywords": "options",
     "RunOptions": "options",
-    "Spread": "batch_variance",
+    "Spread": "engine",
     "forget": "prepared_graph",
-    "spread": "batch_variance",
+    "spread": "engine",
 }
 
 

@@ -7,6 +7,7 @@ them there and returns only the texts' own states: vectors are pooled of those a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -125,14 +126,9 @@ class Pending:
         return torch.from_numpy(found)
 
 
-# Small chunks keep activations in a processor's cache; an accelerator wants large products.
-CPU_BUDGET = 1024
-CUDA_BUDGET = 65_536
-
-
-def usual_budget(kind: str) -> int:
-    """Return how many tokens of a batch suit a kind of device, as ``device.type`` names it."""
-    return CUDA_BUDGET if kind == "cuda" else CPU_BUDGET
+# Tokens of a batch by the type of the device: small batches keep activations in a processor's cache, an accelerator
+# wants large products.
+BUDGETS: dict[str, int] = defaultdict(lambda: 1024, cuda=65_536)
 
 
 def plan_batches(
@@ -243,11 +239,6 @@ def without_tokens(table: TokenTable) -> PredictError:
 # ---- computations -------------------------------------------------------------------------------------
 
 
-def encoded(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout) -> Tensor:
-    """Return the token states."""
-    return _own(graph, layout, all_states(graph, ids, types, layout)[0])
-
-
 def scored(graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, *, per_text: bool) -> Tensor:
     """Return the head's scores: one a text, or one a token."""
     lead = prefix_of(graph)
@@ -307,7 +298,7 @@ class States:
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
         """Return ``(tokens, hidden)``."""
         if not self.shares:
-            return _flat(encoded(graph, ids, types, layout), layout)
+            return _flat(_own(graph, layout, all_states(graph, ids, types, layout)[0]), layout)
         from flodl_hf.inference.hidden_states import watched
 
         with watched(graph, hidden_states=True, attentions=False) as seen:
@@ -383,7 +374,7 @@ class ScoresAt:
     def __call__(self, graph: Graph, ids: Tensor, types: Tensor | None, layout: Layout, at: Tensor | None) -> Tensor:
         """Return ``(chosen tokens, ...)``."""
         assert at is not None
-        states = _flat(encoded(graph, ids, types, layout), layout)
+        states = _flat(_own(graph, layout, all_states(graph, ids, types, layout)[0]), layout)
         return headed(graph, states.index_select(0, at), layout)
 
 

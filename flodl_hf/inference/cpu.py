@@ -10,12 +10,10 @@ remade is `prepared`'s.
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from flodl_hf.inference import cpu_features
 from flodl_hf.nn.backends.choose import arrange, layers_of
 from flodl_hf.nn.backends.cpu import (
     CpuLinear,
@@ -29,16 +27,14 @@ from flodl_hf.nn.backends.cpu import (
     TorchLinear,
     first_is_later,
     has_half_attention,
+    has_int8,
     has_onednn,
     sums_in_32_bits,
 )
 from flodl_hf.nn.layers import TORCH
 
-if TYPE_CHECKING:
-    from flodl_hf.inference.options import Precision
 
-
-def prepare_cpu(graph: nn.Module, precision: Precision | None) -> dict[str, str]:
+def prepare_cpu(graph: nn.Module, precision: str | None) -> dict[str, str]:
     """Rearrange a prepared graph for the processor, in place; it then is for inference only.
 
     Weights stay shared with the model where torch's own product is used. Where oneDNN reorders them, or int8 is
@@ -75,7 +71,7 @@ def _product(scratch: Scratch, weight: Tensor, bias: Tensor | None) -> Product:
     return TorchLinear(weight, bias, scratch)
 
 
-def keeps_kernels(graph: nn.Module, precision: Precision | None) -> bool:
+def keeps_kernels(graph: nn.Module, precision: str | None) -> bool:
     """Return whether what multiplies weights here keeps a kernel for each count of rows, as oneDNN does.
 
     Args:
@@ -93,7 +89,7 @@ def _widen(graph: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.dtype not in (torch.float16, torch.bfloat16):
                 continue
-            if parameter.dtype == torch.bfloat16 and cpu_features.multiplies_bf16():
+            if parameter.dtype == torch.bfloat16 and multiplies_bf16():
                 continue
             if id(parameter) not in changed:
                 changed[id(parameter)] = nn.Parameter(parameter.detach().float(), requires_grad=False)
@@ -129,7 +125,7 @@ def products_of(precision: str | None) -> str:
 
 def _attends_in_half() -> bool:
     # Measured with AVX512-BF16; for AMX, torch's fused attention has separate products.
-    return cpu_features.multiplies_bf16() and not cpu_features.has_tiles() and has_half_attention()
+    return multiplies_bf16() and not has_tiles() and has_half_attention()
 
 
 @cache
@@ -137,3 +133,32 @@ def _reorders() -> bool:
     # Measured: with AVX-512 reordered weights are a fifth faster than torch's product; with AVX2 MKL is a
     # fifth faster than oneDNN.
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and has_onednn(torch.float32)
+
+
+def missing(precision: str) -> str | None:
+    """Return why this processor does not run a precision, or None if it does."""
+    if precision == "bf16" and not multiplies_bf16():
+        return "the processor has no bf16 instructions (AVX512-BF16 or AMX), so bf16 would be slower than fp32"
+    if precision == "int8" and not has_int8():
+        return "this build of torch has no int8 products for it (onednn.qlinear_pointwise)"
+    return None
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Return whether the processor has instructions for bf16, and torch's products for it are right."""
+    return any(map(_has, ("avx512_bf16", "amx_tile", "amx_bf16"))) and has_onednn(torch.bfloat16)
+
+
+def has_tiles() -> bool:
+    """Return whether the CPU multiplies matrices by tiles (AMX), for which torch has special kernels."""
+    return _has("amx_tile")
+
+
+def _has(name: str) -> bool:
+    """Return whether torch's description of the CPU, by its old or new API, contains a feature."""
+    listed = getattr(torch.cpu, "get_capabilities", None)
+    if listed is not None and name in (found := listed()):
+        return bool(found[name])
+    ask = getattr(torch.cpu, f"_is_{name}_supported", None)
+    return bool(ask()) if ask is not None else False

@@ -24,6 +24,7 @@ from flodl.devices import all_devices, best_device, described, probe_device, why
 from flodl.errors import ConfigError, DeviceError, FlodlError
 from flodl.verbosity import parsed
 from flodl_hf.errors import PredictError
+from flodl_hf.tokenization.backend import cores
 
 State = Literal["ok", "note", "problem"]
 
@@ -91,9 +92,9 @@ def examine(environment: Mapping[str, str] | None = None) -> Examination:
 def _machine() -> Iterator[Finding]:
     yield Finding("machine", "system", f"{platform.system()} {platform.release()}, {platform.machine()}")
     yield Finding("machine", "Python", f"{platform.python_version()} at {sys.executable}")
-    usable, there = _usable_cores(), os.cpu_count() or 1
-    cores = f"{usable} cores" + (f" of {there}" if usable < there else "")
-    yield Finding("machine", "processor", f"{_processor_name()}, {cores}, {torch.backends.cpu.get_cpu_capability()}")
+    usable, there = cores(), os.cpu_count() or 1
+    count = f"{usable} cores" + (f" of {there}" if usable < there else "")
+    yield Finding("machine", "processor", f"{_processor_name()}, {count}, {torch.backends.cpu.get_cpu_capability()}")
     free, whole = memory()
     if whole:
         short = free < 2 * GIB
@@ -101,10 +102,6 @@ def _machine() -> Iterator[Finding]:
             "machine", "memory", f"{free / GIB:.1f} GiB free of {whole / GIB:.1f}", "note" if short else "ok",
             "BERT-large in float32 takes 1.3 GiB to predict and 7 to train" if short else "",
         )  # fmt: skip
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor_name() -> str:
@@ -195,8 +192,7 @@ def _cuda_advice() -> str:
 
 
 def _kernels() -> Iterator[Finding]:
-    from flodl_hf.inference.cpu import products_of
-    from flodl_hf.inference.cpu_features import missing
+    from flodl_hf.inference.cpu import missing, products_of
 
     best = best_device()
     if best.type == "cuda":
@@ -288,7 +284,7 @@ _VARIABLES: dict[str, tuple[Callable[[str, int], bool], str]] = {
 
 
 def _environment(around: Mapping[str, str]) -> Iterator[Finding]:
-    cores = _usable_cores()
+    usable = cores()
     if (level := around.get("FLODL_VERBOSITY")) is not None:
         advice = ""
         try:
@@ -298,11 +294,11 @@ def _environment(around: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("environment", "FLODL_VERBOSITY", level, "note" if advice else "ok", advice)
     for name, (needs_advice, advice) in _VARIABLES.items():
         if (value := around.get(name)) is not None:
-            advice = advice.format(cores=cores, value=value) if needs_advice(value, cores) else ""
+            advice = advice.format(cores=usable, value=value) if needs_advice(value, usable) else ""
             noted = advice and name != "TOKENIZERS_PARALLELISM"
             yield Finding("environment", name, value, "note" if noted else "ok", advice)
     threads = torch.get_num_threads()
-    if threads < cores // 2 and "OMP_NUM_THREADS" not in around:
+    if threads < usable // 2 and "OMP_NUM_THREADS" not in around:
         yield Finding(
-            "environment", "threads of torch", f"{threads} of {cores} cores", "note", "torch.set_num_threads(...)"
+            "environment", "threads of torch", f"{threads} of {usable} cores", "note", "torch.set_num_threads(...)"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,21 @@ import torch
 from torch import Tensor
 
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.batch import Batch, Pending, Work, batch_of, plan_batches, usual_budget, without_tokens
+from flodl_hf.inference.batch import (
+    BUDGETS,
+    Batch,
+    Pending,
+    Scores,
+    States,
+    Work,
+    batch_of,
+    plan_batches,
+    without_tokens,
+)
 from flodl_hf.inference.cuda_graphs import SMALL, WAIT, Recorder
+from flodl_hf.inference.inputs import encode, split_pairs
 from flodl_hf.inference.layers_from_disk import Given
-from flodl_hf.inference.options import Precision, RunOptions
+from flodl_hf.inference.options import Precision, RunKeywords, RunOptions
 from flodl_hf.inference.prepared_graph import Prepared, prepared_for
 from flodl_hf.inference.token_table import TokenTable
 from flodl_hf.nn.buckets import Buffer, bucket_of, laid_out, rounded
@@ -69,7 +81,7 @@ class Engine:
             kept["recorder"] = Recorder()
         self.recorder: Recorder = kept["recorder"]
         # What once ran out of memory is not tried again on this graph.
-        self.budget = min(options.token_budget or usual_budget(self.device.type), kept.get("most_tokens", 1 << 60))
+        self.budget = min(options.token_budget or BUDGETS[self.device.type], kept.get("most_tokens", 1 << 60))
 
     @classmethod
     def of(
@@ -348,3 +360,56 @@ def _serve(
                         sent.popleft().synchronize()
     except BaseException as fault:  # raised again when results are requested
         pending.faults.append(fault)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How far scores moved.
+
+    Attributes:
+        largest: largest difference of a score.
+        mean: mean difference.
+        texts: how many texts were compared.
+        worst: the text with the largest difference, by its place; -1 without texts.
+    """
+
+    largest: float
+    mean: float
+    texts: int
+    worst: int
+
+
+def spread(model: GraphModel, texts: Sequence[Any], **run: Any) -> Spread:
+    """Return the difference between the scores of texts in one batch and of each text alone.
+
+    With ``batch_invariant=True`` among the keywords the answer is 0, on any device.
+
+    Args:
+        model: the model; of an encoder without a head the token states are compared.
+        texts: texts or pairs.
+        **run: how to run, see `RunKeywords`.
+
+    Raises:
+        PredictError: the model has no tokenizer.
+    """
+    given: RunKeywords = run  # type: ignore[assignment]
+    options = (model._run_options or RunOptions()).changed(dict(given))
+    tokenizer = model._ready("spread", untrained=True)
+    firsts, seconds = split_pairs(list(texts), "spread")
+    table = encode(tokenizer, firsts, seconds, max_tokens=model.max_tokens).table
+    work = States() if model.head == "base" else Scores(model._per_text)
+
+    sizes = np.ones(len(table), np.int64) if work.per_text else table.lengths
+    together, alone = (
+        Engine.of(model, options.changed({"batch_invariant": invariant})).start(table, work).placed()
+        for invariant in (options.batch_invariant, True)
+    )
+    largest, total, count, worst = 0.0, 0.0, 0, -1
+    for row, size in enumerate(sizes.tolist()):
+        a, b = (placed.values[placed.starts[row] : placed.starts[row] + size] for placed in (together, alone))
+        gap = (a - b).abs()
+        if worst < 0 or float(gap.max()) > largest:
+            largest, worst = float(gap.max()), int(table.owners[row])
+        total += float(gap.sum())
+        count += gap.numel()
+    return Spread(largest, total / max(1, count), len(texts), worst)

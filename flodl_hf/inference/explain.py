@@ -196,8 +196,7 @@ def _ours(sizes: Iterable[LayerSizes]) -> Iterator[str]:
 
 
 def _processor(graph: Graph, named: str, precision: Precision | None) -> Explanation:
-    from flodl_hf.inference.cpu import products_of
-    from flodl_hf.inference.cpu_features import missing
+    from flodl_hf.inference.cpu import missing, products_of
 
     groups = _grouped({path: plain_parts(layer) for path, layer in layers_of(graph)}, "processor")
     kernels = (f"products: {products_of(precision)}", f"processor: {torch.backends.cpu.get_cpu_capability()}")

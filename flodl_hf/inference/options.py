@@ -87,7 +87,7 @@ def _missing(precision: str, device: torch.device) -> str | None:
         return "tf32 is a number format of NVIDIA's devices"
     if precision == "fp16":
         return "processors multiply fp16 more slowly than fp32; use fp32, bf16 or int8"
-    from flodl_hf.inference.cpu_features import missing
+    from flodl_hf.inference.cpu import missing
 
     return missing(precision)
 

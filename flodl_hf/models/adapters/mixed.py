@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from flodl.graph import Graph
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.batch import Pending, Work, batch_of, plan_batches, usual_budget, without_tokens
+from flodl_hf.inference.batch import BUDGETS, Pending, Work, batch_of, plan_batches, without_tokens
 from flodl_hf.inference.graph_model import GraphModel
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.inference.token_table import TokenTable
@@ -125,7 +125,7 @@ class Mixed:
         pending = Pending(len(table))
         owners = np.asarray(table.owners)
         with torch.inference_mode():
-            for rows in plan_batches(table.lengths, usual_budget(device.type)):
+            for rows in plan_batches(table.lengths, BUDGETS[device.type]):
                 batch = batch_of(table, rows, work, None, types=self._model._reads_types)
                 of_rows = torch.from_numpy(np.ascontiguousarray(numbers[owners[rows]], np.int64)).to(device)
                 of_tokens = of_rows.repeat_interleave(torch.from_numpy(batch.lengths.astype(np.int64)).to(device))

@@ -13,7 +13,7 @@ from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads.auto import head_named
 from flodl_hf.inference import cpu
-from flodl_hf.inference.cpu_features import missing
+from flodl_hf.inference.cpu import missing
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.nn.backends.choose import arrange_cuda, layers_of
 from flodl_hf.nn.backends.cuda_training import TrainingTable

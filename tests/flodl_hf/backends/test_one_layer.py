@@ -26,7 +26,7 @@ from flodl_hf.heads.auto import load
 from flodl_hf.heads.sequence_classification import SequenceClassifier
 from flodl_hf.heads.token_classification import TokenClassifier
 from flodl_hf.inference import cpu
-from flodl_hf.inference.cpu_features import missing
+from flodl_hf.inference.cpu import missing
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.nn import task_heads
 from flodl_hf.nn.attention import SelfAttention, attend

@@ -36,7 +36,7 @@ def test_a_sound_machine(around: dict[str, str]) -> None:
 
 
 def test_what_is_set_is_judged(around: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_usable_cores", lambda: 8)
+    monkeypatch.setattr(doctor, "cores", lambda: 8)
     found = named(doctor.examine(around | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FLODL_HF_CACHE": "off"}))
     assert found["OMP_NUM_THREADS"].state == "note"
     assert "8 cores" in found["OMP_NUM_THREADS"].advice

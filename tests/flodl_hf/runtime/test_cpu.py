@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads.auto import head_named
-from flodl_hf.inference import cpu, cpu_features
+from flodl_hf.inference import cpu
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.models.encoder_model import EncoderModel
 from flodl_hf.nn.backends.cpu import (
@@ -149,7 +149,7 @@ def test_activations_in_place_have_the_values_of_the_others(name: str, product: 
 def test_half_weights_are_computed_in_float32_where_the_processor_lacks_them(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: False)
     model = made("bert", "token_classification").to(dtype)
     graph = shadow(model.graph)
     cpu.prepare_cpu(graph, None)
@@ -219,19 +219,19 @@ def test_int8_takes_tokens_of_any_range() -> None:
 
 
 def test_precisions_are_refused_by_what_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: False)
-    monkeypatch.setattr(cpu_features, "has_int8", lambda: False)
-    assert "bf16" in str(cpu_features.missing("bf16"))
-    assert "onednn.qlinear_pointwise" in str(cpu_features.missing("int8"))
-    monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: True)
-    monkeypatch.setattr(cpu_features, "has_int8", lambda: True)
-    assert [cpu_features.missing(name) for name in ("fp32", "bf16", "int8")] == [None, None, None]
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(cpu, "has_int8", lambda: False)
+    assert "bf16" in str(cpu.missing("bf16"))
+    assert "onednn.qlinear_pointwise" in str(cpu.missing("int8"))
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(cpu, "has_int8", lambda: True)
+    assert [cpu.missing(name) for name in ("fp32", "bf16", "int8")] == [None, None, None]
 
 
 def test_what_is_faster_here_is_named_beside_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made("bert", "base")
     for lacking, said in (((), "'bf16' or 'int8'"), (("bf16",), "'int8'"), (("bf16", "int8"), None)):
-        monkeypatch.setattr(cpu_features, "missing", lambda name, lacking=lacking: "none" if name in lacking else None)
+        monkeypatch.setattr(cpu, "missing", lambda name, lacking=lacking: "none" if name in lacking else None)
         for precision in (None, "fp32"):
             found = [line for line in model.explain("cpu", precision).kernels if "faster" in line]
             assert found == ([] if said is None else [f"faster here, and less exact: precision={said}"])
@@ -244,11 +244,11 @@ def without_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take torch's private operators away, as another build of it would."""
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     monkeypatch.setattr(torch.ops, "onednn", object())
-    for cached in (has_onednn, has_int8, cpu._reorders, cpu_features.multiplies_bf16):
+    for cached in (has_onednn, has_int8, cpu._reorders, cpu.multiplies_bf16):
         cached.cache_clear()
     yield
     monkeypatch.undo()
-    for cached in (has_onednn, has_int8, cpu._reorders, cpu_features.multiplies_bf16):
+    for cached in (has_onednn, has_int8, cpu._reorders, cpu.multiplies_bf16):
         cached.cache_clear()
 
 
@@ -257,8 +257,8 @@ def test_without_private_operators_torchs_own_product_answers(monkeypatch: pytes
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert not has_onednn(torch.float32)
     assert not has_int8()
-    assert cpu_features.missing("bf16")
-    assert cpu_features.missing("int8")
+    assert cpu.missing("bf16")
+    assert cpu.missing("int8")
     model = made("bert", "token_classification")
     graph = shadow(model.graph)
     cpu.prepare_cpu(graph, "fp32")

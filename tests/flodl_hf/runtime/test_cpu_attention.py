@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.auto import head_named
-from flodl_hf.inference import cpu, cpu_features
+from flodl_hf.inference import cpu
 from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.nn.attention import attend, fused
 from flodl_hf.nn.backends import cpu as cpu_attention
@@ -111,8 +111,8 @@ def test_an_answer_is_its_texts_alone() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decide as on a processor that multiplies bfloat16 without tiles."""
-    monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: True)
-    monkeypatch.setattr(cpu_features, "has_tiles", lambda: False)
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(cpu, "has_tiles", lambda: False)
     monkeypatch.setattr(cpu, "has_half_attention", lambda: True)
 
 
@@ -140,7 +140,7 @@ def test_layers_take_it_where_they_compute_in_bfloat16(monkeypatch: pytest.Monke
             graph(ids, token_type_ids=torch.zeros_like(ids), layout=layout)
         assert asked == [(2, 2, 28, 64)] * times
     # Tiles have kernels of torch's own.
-    monkeypatch.setattr(cpu_features, "has_tiles", lambda: True)
+    monkeypatch.setattr(cpu, "has_tiles", lambda: True)
     assert not cpu._attends_in_half()
 
 

@@ -8,7 +8,7 @@ import torch
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.errors import PredictError
 from flodl_hf.heads.auto import head_named
-from flodl_hf.inference import cpu, cpu_features
+from flodl_hf.inference import cpu
 from flodl_hf.inference.options import Precision
 from flodl_hf.inference.prepared_graph import prepared
 from flodl_hf.models.encoder_model import EncoderModel
@@ -87,14 +87,14 @@ def test_prediction_runs_the_table_of_the_processor_and_exact_does_not() -> None
 
 
 def test_a_precision_the_processor_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: False)
     with pytest.raises(PredictError, match="bf16") as refused:
         prepared(made(), "bf16")
     assert refused.value.precision == "bf16"
 
 
 def test_bf16_is_near_wherever_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_features, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(cpu, "multiplies_bf16", lambda: True)
     model = made()
     wanted = reference(model)
     found = answer(model, "bf16").float()

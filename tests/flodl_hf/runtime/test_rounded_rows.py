@@ -40,7 +40,7 @@ def precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if not (has_int8() if kind == "int8" else has_onednn(torch.bfloat16 if kind == "bf16" else torch.float32)):
         pytest.skip("this build of torch has no such products")
     monkeypatch.setattr(cpu, "_reorders", lambda: has_onednn(torch.float32))
-    monkeypatch.setattr("flodl_hf.inference.cpu_features.multiplies_bf16", lambda: True)
+    monkeypatch.setattr("flodl_hf.inference.cpu.multiplies_bf16", lambda: True)
     return kind
 
 
