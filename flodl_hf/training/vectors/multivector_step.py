@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,7 +32,8 @@ from flodl_hf.training.vectors.step import (
     PARTS,
     CollateTexts,
     VectorObjective,
-    max_over_ranks,
+    over_ranks,
+    widened,
 )
 
 MAX_SCORES = 1 << 26
@@ -235,7 +237,7 @@ class LateObjective(VectorObjective):
         others = {name: part for name, part in {**batch}.items() if name not in QUERY_PARTS}
         documents = self._through(model, self._parts({**others, "width": width - 1}))[: count * (width - 1)]
         tokens = max(queries.shape[1], documents.shape[1])
-        queries, documents = _widened(queries, tokens), _widened(documents, tokens)
+        queries, documents = widened(queries, tokens), widened(documents, tokens)
         return torch.cat([queries[:, None], documents.view(count, width - 1, tokens, -1)], 1)
 
     def _compared(self, vectors: Tensor, batch: Any) -> list[Tensor]:
@@ -245,14 +247,8 @@ class LateObjective(VectorObjective):
         return [vectors[:, :1, : batch["query_ids"].shape[1]], vectors[:, 1:, :longest]]
 
     def _alike_on_ranks(self, parts: list[Tensor]) -> list[Tensor]:
-        most = max_over_ranks([part.shape[2] for part in parts], parts[0].device)
-        return [_widened(part, tokens) for part, tokens in zip(parts, most, strict=True)]
-
-    # --- texts to vectors ---------------------------------------------------------------------------------------
-
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        tokens = max(part.shape[1] for part in parts)
-        return torch.cat([_widened(part, tokens) for part in parts])
+        most = over_ranks([part.shape[2] for part in parts], dist.ReduceOp.MAX, parts[0].device)
+        return [widened(part, tokens) for part, tokens in zip(parts, most, strict=True)]
 
     def _query_parts(self, batch: Any) -> Iterator[tuple[Tensor, Any]]:
         """Yield the queries of a batch in parts, each as a padded batch."""
@@ -286,9 +282,3 @@ class LateObjective(VectorObjective):
             places = torch.arange(len(vectors)) + torch.repeat_interleave(starts, lengths)
         padded = vectors.new_zeros(count * most, vectors.shape[-1])
         return padded.index_copy(0, places.to(vectors.device), vectors).view(count, most, -1)
-
-
-def _widened(vectors: Tensor, tokens: int) -> Tensor:
-    """Return vectors with zeros behind them, up to so many tokens."""
-    short = tokens - vectors.shape[-2]
-    return F.pad(vectors, (0, 0, 0, short)) if short else vectors

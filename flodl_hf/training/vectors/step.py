@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flodl.data import Where
@@ -34,22 +35,11 @@ from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder, T
 from flodl_hf.training.step import score
 
 
-def shares_of_ranks(count: int, device: torch.device) -> tuple[list[int], slice]:
-    """Return the number of examples of each rank, and the place of this rank's examples among all."""
+def over_ranks(numbers: Sequence[int], operation: Any, device: torch.device) -> list[int]:
+    """Return the sums or maxima over ranks of numbers that every rank has."""
     place = torch.device("cpu") if "gloo" in dist.get_backend() else device
-    counts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=place)
-    counts[dist.get_rank()] = count
-    dist.all_reduce(counts)
-    shares = counts.tolist()
-    start = sum(shares[: dist.get_rank()])
-    return shares, slice(start, start + count)
-
-
-def max_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
-    """Return the largest of each of some numbers that every rank has."""
-    place = torch.device("cpu") if "gloo" in dist.get_backend() else device
-    found = torch.tensor(list(numbers), dtype=torch.int64, device=place)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    found = torch.tensor(numbers, dtype=torch.int64, device=place)
+    dist.all_reduce(found, operation)
     return found.tolist()
 
 
@@ -93,7 +83,12 @@ class TextRows:
     Args:
         tables: rows of each, with the lengths of their texts as the value ``parts``, ``(rows, texts)``; 0 for one that
             is missing.
-        texts: for each table which text each one is, ``(rows, texts)``: equal numbers are equal texts.
+        texts: for each table which text each one is, ``(rows, texts)``: equal numbers are equal texts, -1 is none.
+
+    Attributes:
+        columns: per-token values of each table, by table and name.
+        values: values of rows of each table, by table and name.
+        width: most texts of an example.
     """
 
     def __init__(self, tables: Sequence[EncodedRows], texts: Sequence[NDArray[np.int64]]) -> None:
@@ -101,29 +96,12 @@ class TextRows:
         self.starts = np.cumsum([0, *(len(table) for table in tables)])
         self.lengths = np.concatenate([table.lengths for table in tables])
         self.owners = np.arange(len(self.lengths))
+        self.columns = {f"{i}.{name}": part for i, table in enumerate(tables) for name, part in table.columns.items()}
+        self.values = {f"{i}.{name}": part for i, table in enumerate(tables) for name, part in table.values.items()}
+        self.width = max(table.values[PARTS].shape[1] for table in tables)
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @property
-    def columns(self) -> dict[str, NDArray[Any]]:
-        """Per-token values of each table, by table and name."""
-        return {f"{i}.{name}": column for i, table in enumerate(self.tables) for name, column in table.columns.items()}
-
-    @property
-    def values(self) -> dict[str, NDArray[Any]]:
-        """Values of rows of each table, by table and name."""
-        return {f"{i}.{name}": column for i, table in enumerate(self.tables) for name, column in table.values.items()}
-
-    @property
-    def width(self) -> int:
-        """Most texts of an example."""
-        return max(table.values[PARTS].shape[1] for table in self.tables)
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether some examples have fewer texts than others."""
-        return any(not table.values[PARTS].all() for table in self.tables)
 
     @property
     def laid(self) -> Laid:
@@ -184,17 +162,13 @@ class CollateTexts(CollateRows):
         batch = super().__call__(TakenRows(taken.columns, lengths, {}), position)
         if self.lengths:
             batch["row_lengths"] = lengths.tolist()
-        named = {
-            name: torch.from_numpy(np.asarray(taken.values[name]))
-            for name in ("labels", "guide")
-            if name in taken.values
-        }
+        found = {name: np.asarray(taken.values[name]) for name in ("labels", "guide") if name in taken.values}
         if self.is_ragged or not parts.all():
-            named["there"] = torch.from_numpy(parts > 0)
+            found["there"] = parts > 0
+        named = {name: torch.from_numpy(value) for name, value in found.items()}
         table = int(np.asarray(taken.values[TABLE])[0])
-        if self.further is not None:
-            named |= self.further(position)
-        return {**batch, **named, "examples": len(parts), "width": parts.shape[1], TABLE: table}
+        further = {} if self.further is None else self.further(position)
+        return {**batch, **named, **further, "examples": len(parts), "width": parts.shape[1], TABLE: table}
 
 
 @dataclass(frozen=True)
@@ -233,7 +207,7 @@ class TextBatches:
         starts = np.cumsum([0, *(len(one) for one in self.texts)])
         found = []
         for i, texts in enumerate(self.texts):
-            order = self._order(epoch, i)
+            order = Rng(self.seed, "order", epoch, i).permutation(len(texts))
             cut = _cut_apart(order, texts, self.batch_size) if self.apart and self.apart[i] else None
             cut = cut or [order[k : k + self.batch_size] for k in range(0, len(order), self.batch_size)]
             found.append([np.asarray(part) + starts[i] for part in cut if len(part) >= self.least])
@@ -251,9 +225,6 @@ class TextBatches:
             f"no_duplicates: {skipped:,} of {sum(map(len, self.texts)):,} rows are skipped in the first epoch, because "
             f"no {self.least} of them have different texts; no_duplicates=False keeps them",
         )
-
-    def _order(self, epoch: int, table: int) -> NDArray[Any]:
-        return Rng(self.seed, "order", epoch, table).permutation(len(self.texts[table]))
 
     def identity(self) -> dict[str, Any]:
         """Return the definition of the batches as JSON values."""
@@ -277,20 +248,17 @@ def _cut_apart(order: NDArray[np.int64], texts: NDArray[np.int64], size: int) ->
     if len(np.unique(there)) == there.size:
         return None
     rows = {row: {*texts[row].tolist()} - {-1} for row in order.tolist()}
-    waiting, coming = deque[int](), deque(order.tolist())
-    batches: list[list[int]] = []
-    while waiting or coming:
-        batch: list[int] = []
-        seen: set[int] = set()
-        held: list[int] = []
-        while (waiting or coming) and len(batch) < size:
-            row = waiting.popleft() if waiting else coming.popleft()
+    waiting, batches = deque(order.tolist()), list[list[int]]()
+    while waiting:
+        batch, held, seen = list[int](), list[int](), set[int]()
+        while waiting and len(batch) < size:
+            row = waiting.popleft()
             if rows[row] & seen:
                 held.append(row)
                 continue
             batch.append(row)
             seen |= rows[row]
-        waiting = deque([*held, *waiting])
+        waiting.extendleft(reversed(held))
         batches.append(batch)
     return batches
 
@@ -342,15 +310,17 @@ class VectorObjective:
 
     def of(self, vectors: Tensor, batch: Any) -> Loss:
         """Return the loss of computed vectors: a mean over the examples of this rank."""
-        loss, own = self.losses[batch[TABLE]], None
-        count, labels = len(vectors), batch["guide"] if loss.by_guide else batch.get("labels")
-        there, parts = batch.get("there"), self._compared(vectors, batch)
+        loss, own, there, count = self.losses[batch[TABLE]], None, batch.get("there"), len(vectors)
+        labels, parts = batch["guide"] if loss.by_guide else batch.get("labels"), self._compared(vectors, batch)
         if self.prompted and there is not None:
             there = there[:, ::2]
         # half precision cannot represent small differences of similarities
         with torch.autocast(vectors.device.type, enabled=False):
             if self.shared and loss.in_batch:
-                shares, own = shares_of_ranks(count, vectors.device)
+                at = dist.get_rank()
+                mine = [count if rank == at else 0 for rank in range(dist.get_world_size())]
+                shares = over_ranks(mine, dist.ReduceOp.SUM, vectors.device)
+                own = slice(sum(shares[:at]), sum(shares[: at + 1]))
                 parts = [gather(part, shares) for part in self._alike_on_ranks(parts)]
                 labels = labels if labels is None else gather(labels, shares)
                 there = there if there is None else gather(there.to(vectors), shares) > 0
@@ -390,10 +360,10 @@ class VectorObjective:
             order.append(rows)
         if len(found) == 1:
             return found[0]
-        return self._joined(found)[torch.argsort(torch.cat(order)).to(found[0].device)]
-
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts)
+        if found[0].dim() == 3:  # of vectors of tokens, shorter texts get zeros
+            most = max(part.shape[1] for part in found)
+            found = [widened(part, most) for part in found]
+        return torch.cat(found)[torch.argsort(torch.cat(order)).to(found[0].device)]
 
     def _vectors(self, model: Any, part: Any) -> Tensor:
         """Return the vectors of some texts, ``(texts, size)`` or ``(texts, layers, size)``."""
@@ -418,14 +388,8 @@ class VectorObjective:
 
     def _parts(self, batch: Any) -> Iterator[tuple[Tensor, Any]]:
         """Yield the texts of a batch in parts: which they are, and the part of the batch."""
-        lengths = batch.get("row_lengths")
-        packed = "cu_seqlens" in batch
-        columns = (
-            not packed
-            and batch.get("there") is None
-            and batch["input_ids"].device.type == "cpu"
-            and lengths is not None
-        )
+        lengths, packed = batch.get("row_lengths"), "cu_seqlens" in batch
+        columns = not packed and batch.get("there") is None and batch["input_ids"].device.type == "cpu"
         if lengths is None or (self.cache_tokens is None and not columns):
             yield torch.arange(batch["examples"] * batch["width"]), batch
             return
@@ -437,6 +401,12 @@ class VectorObjective:
             else:
                 part = _of_padded(batch, (*self.per_token, "attention_mask"), rows, known[rows])
             yield torch.from_numpy(rows), part
+
+
+def widened(vectors: Tensor, tokens: int) -> Tensor:
+    """Return vectors of tokens with zeros behind them, up to so many tokens."""
+    short = tokens - vectors.shape[-2]
+    return F.pad(vectors, (0, 0, 0, short)) if short else vectors
 
 
 def _cut(lengths: NDArray[np.int64], columns: int, most: int | None, packed: bool) -> list[NDArray[np.int64]]:

@@ -55,16 +55,6 @@ class TextTable:
         """Most texts of an example."""
         return max(map(len, self.texts))
 
-    @property
-    def described(self) -> str:
-        """The number of texts of an example, and whether it has labels, for messages."""
-        return f"{self.width} texts{'' if self.labels is None else ' with labels'}"
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether some examples have fewer texts than others."""
-        return any(len(row) < self.width for row in self.texts)
-
     def prompted(self, prompts: str | Mapping[str, str] | None) -> list[tuple[str, ...]]:
         """Return the texts of each example after their prompts: one for all texts, or one for each column."""
         if not prompts:
@@ -121,22 +111,23 @@ def read_table(
         values = as_numbers(cells)
         if found.dtype.kind == "i" and all(isinstance(value, str) for value in values):
             names, declared = sorted(set(values)), False
-    texts, wrong = [], []
-    sources: list[tuple[str, ...]] = []
+    texts, sources, wrong = [], [], []
     shared: dict[tuple[str, ...], tuple[str, ...]] = {}  # equal tuples are one object
     for i, row in enumerate(rows):
-        parts, origins = _texts(row, columns)
-        if label is not None and any(is_missing(part) for part in parts[2:]):
+        cells_of = [(name, row.get(name)) for name in columns]
+        parts = [
+            (name, one) for name, cell in cells_of for one in (cell if isinstance(cell, (list, tuple)) else [cell])
+        ]
+        if label is not None and any(is_missing(part) for _, part in parts[2:]):
             wrong.append(f"row {i}: a negative is missing, and a label there for it")
-        kept = [at for at, part in enumerate(parts) if at < 2 or not is_missing(part)]
-        texts.append(tuple(parts[at] for at in kept))
-        origin = tuple(origins[at] for at in kept)
+        kept = [pair for at, pair in enumerate(parts) if at < 2 or not is_missing(pair[1])]
+        texts.append(tuple(part for _, part in kept))
+        origin = tuple(name for name, _ in kept)
         sources.append(shared.setdefault(origin, origin))
-        if not texts[-1] or not all(isinstance(part, str) for part in texts[-1]):
-            wrong.append(f"row {i}: {[type(part).__name__ for part in parts]}")
+        if not kept or not all(isinstance(part, str) for part in texts[-1]):
+            wrong.append(f"row {i}: {[type(part).__name__ for _, part in parts]}")
     refuse_rows(source, f"columns {columns} have values that are no texts", wrong, "a text in each, or a list of texts")
-    width = max(map(len, texts))
-    form = _form(width, found, names, source)
+    form = _form(max(map(len, texts)), found, names, source)
     roles = Columns(task="embedding", text=columns[0], text_pair=columns[1] if columns[1:] else None, label=label)
     return TextTable(texts, found, form, roles, tuple(names), bool(names) and declared, sources)
 
@@ -181,17 +172,6 @@ def table_columns(
             names=names,
         )
     return texts, label
-
-
-def _texts(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """Return the texts of a row, and the column of each."""
-    parts: list[Any] = []
-    origins: list[str] = []
-    for name in columns:
-        cell = row.get(name)
-        parts += cell if isinstance(cell, (list, tuple)) else [cell]
-        origins += [name] * (len(parts) - len(origins))
-    return parts, origins
 
 
 def asked_columns(
@@ -261,14 +241,15 @@ def _labels(cells: Sequence[Any], column: str, source: str) -> NDArray[Any]:
         return np.unique(np.asarray(values), return_inverse=True)[1].astype(np.int64)
     try:
         found = np.asarray([[*map(float, v)] if isinstance(v, (list, tuple, np.ndarray)) else float(v) for v in values])
+        finite = np.isfinite(found).all()
     except (TypeError, ValueError):
+        found, finite = np.zeros(0), False
+    if not finite:
         raise DataError(
-            f"{source}: column {column!r} has labels that are no numbers, or lists of different lengths; expected a "
-            "number, as many numbers, or a name in each row",
+            f"{source}: column {column!r} has labels that are no finite numbers, or lists of different lengths; "
+            "expected a number, as many numbers, or a name in each row",
             column=column,
-        ) from None
-    if not np.isfinite(found).all():
-        raise DataError(f"{source}: column {column!r} has labels that are not finite; expected numbers", column=column)
+        )
     whole = found.ndim == 1 and bool((found == np.floor(found)).all() and np.abs(found).max() < 2**53)
     return found.astype(np.int64 if whole else np.float32)
 
@@ -287,25 +268,21 @@ def _numbers_of(cells: Sequence[Any], names: Sequence[str], column: str, source:
 
 
 def _form(texts: int, labels: NDArray[Any] | None, names: Sequence[str], source: str) -> Form:
-    if names and texts < 3:
-        return "classes" if texts == 1 else "pair_classes"
-    if names:
-        raise DataError(
-            f"{source}: {texts} texts with a class ({', '.join(names[:5])}) are no examples that a loss takes; "
-            "expected a text and its class, two texts and their class, or a teacher's scores",
-        )
+    found: Form | None = None
     if labels is None:
         return "texts" if texts == 1 else "pairs" if texts == 2 else "triplets"
-    if texts == 1:
-        if labels.ndim == 2:
-            return "teacher_vectors"
-        if labels.dtype.kind == "i":
-            return "classes"
-    if texts == 2 and labels.ndim == 1:
-        return "binary" if labels.dtype.kind == "i" and set(np.unique(labels)) <= {0, 1} else "scored"
-    if texts > 2:
-        return "teacher_scores"
-    raise DataError(
-        f"{source}: {texts} texts with labels of shape {labels.shape[1:] or 'one number'} are no examples that a loss "
-        "takes; expected a text and its class, two texts and a number, or a question with candidates and scores"
-    )
+    if names:
+        found = "classes" if texts == 1 else "pair_classes" if texts == 2 else None
+    elif texts > 2:
+        found = "teacher_scores"
+    elif texts == 1:
+        found = "teacher_vectors" if labels.ndim == 2 else "classes" if labels.dtype.kind == "i" else None
+    elif labels.ndim == 1:
+        found = "binary" if labels.dtype.kind == "i" and set(np.unique(labels)) <= {0, 1} else "scored"
+    if found is None:
+        what = f"classes ({', '.join(names[:5])})" if names else f"labels of shape {labels.shape[1:] or 'one number'}"
+        raise DataError(
+            f"{source}: {texts} texts with {what} are no examples that a loss takes; expected one or two texts and a "
+            "class, two texts and a number, or a question with candidates and scores"
+        )
+    return found

@@ -72,6 +72,7 @@ class EmbeddingTask(Task):
         self.first = next(iter(self.tables.values()))
         self.columns = self.first.columns
         self.main_metric = main_metric(self.first.form)
+        self.is_ragged = any(len({*map(len, table.texts)}) > 1 for table in self.tables.values())
 
     @classmethod
     def loss_named(cls, word: str, options: Options) -> Any:
@@ -97,7 +98,7 @@ class EmbeddingTask(Task):
             table = table.as_scores
         if table.form == "binary" and "scored" in forms and "binary" not in forms:
             table = replace(table, form="scored")
-        if table.form == "pair_classes" and "pair_classes" not in forms:
+        if table.form == "pair_classes" and table.form not in forms:
             raise DataError(
                 f"eval: pairs have names of classes ({', '.join(table.names[:5])}), which {self.name} was not trained "
                 "for; expected numbers of how alike texts are, or training rows with such classes",
@@ -105,11 +106,11 @@ class EmbeddingTask(Task):
             )
         fitting = self._fitting(table.form)
         if not fitting and table.form not in self.evaluated:
-            forms = dict.fromkeys([*self.evaluated, *(form for loss in self.losses for form in loss.forms)])
+            expected = ", ".join(
+                dict.fromkeys([*self.evaluated, *(form for loss in self.losses for form in loss.forms)])
+            )
             raise DataError(
-                f"found {table.form} ({table.described}), expected {', '.join(forms)}. "
-                f"{self.name} has no loss of other data; give other evaluation data.",
-                form=table.form,
+                f"found {table.form}, of which {self.name} has no loss; expected {expected}", form=table.form
             )
         loss = fitting[0] if fitting else self._usual(table.form)
         return table if getattr(loss, "ragged", False) else expect_equal_widths(table, "eval")
@@ -126,21 +127,22 @@ class EmbeddingTask(Task):
         numbers: dict[str, int] = {}
         parts, texts, cut, prompted = [], [], 0, False
         for table in tables:
-            double = table.form == "texts"  # a text and itself, with another dropout (Gao et al. 2021)
+            twice = 2 if table.form == "texts" else 1  # a text and itself, with another dropout (Gao et al. 2021)
             learned = table.prompted(self.options.prompts)
-            rows = [row * 2 for row in learned] if double else learned
             evaluated = learned if training else self._evaluated_texts(table)
             prompted = evaluated != learned
+            rows = [row * twice for row in learned]
             if prompted:
                 both = [zip(*pair, strict=True) for pair in zip(learned, evaluated, strict=True)]
                 rows = [tuple(text for pair in texts for text in pair) for texts in both]
             part, short = self.encode(rows, tokenizer, limits)
-            values = {} if table.labels is None else {"labels": table.labels}
+            if table.labels is not None:
+                part.values["labels"] = table.labels
             if self.options.guide is not None:
-                name = "labels" if self._teaches(table.form) else "guide"
-                guided = table.texts if name == "labels" else learned
-                values[name] = self._guided([row * 2 for row in guided] if double else guided)
-            parts.append(EncodedRows(part.columns, part.lengths.tolist(), {**part.values, **values}))
+                teaches = self._teaches(table.form)
+                guided = self._guided([row * twice for row in (table.texts if teaches else learned)])
+                part.values["labels" if teaches else "guide"] = guided
+            parts.append(part)
             ids = np.full((len(table.texts), table.width), -1, np.int64)
             for own, row in zip(ids, table.texts, strict=True):
                 own[: len(row)] = [numbers.setdefault(text, len(numbers)) for text in row]
@@ -203,7 +205,7 @@ class EmbeddingTask(Task):
         """Why steps on CUDA are not captured; None if they are."""
         if self.options.cache_tokens is not None:
             return "texts go through the model in parts (cache_tokens), cut by their lengths"
-        if any(table.is_ragged for table in self.tables.values()):
+        if self.is_ragged:
             return "examples have different numbers of texts"
         return "ranks exchange vectors within a step" if self.options.ranks > 1 else None
 
@@ -305,7 +307,7 @@ class EmbeddingTask(Task):
     def collate(self, usual: CollateRows, rows: TextRows, batches: Any, accumulate: int) -> CollateTexts:
         """Return the collate function, in the same layout as ``usual``."""
         lengths = (usual.layout == "padded" and not usual.settled) or self.options.cache_tokens is not None
-        return CollateTexts.like(usual, lengths=lengths, is_ragged=rows.is_ragged)
+        return CollateTexts.like(usual, lengths=lengths, is_ragged=self.is_ragged)
 
     def batches(self, rows: TextRows) -> TextBatches:
         """Return the batches.
@@ -390,7 +392,7 @@ def plan_embedding(
         if not fits:
             problems.append(
                 f"vector_loss: {type(_innermost(loss)).__name__} takes {', '.join(loss.forms)}; the table "
-                f"{name or 'train'} has {table.form} ({table.described})"
+                f"{name or 'train'} has {table.form}"
             )
         if kind.name == "multivector" and type(_innermost(loss)) in LOSSES.values():
             problems.append(
