@@ -68,25 +68,21 @@ def choice_columns(row: Mapping[str, Any], role_columns: Mapping[str, str] | Non
         DataError: a named column is absent.
     """
     asked = asked_columns(row, role_columns, ROLES, "columns", single=("prompt", "stem", "label"))
-
-    def first(role: str, known: Sequence[str], taken: Sequence[str | None], *, text: bool) -> str | None:
-        if role in asked:
-            return asked[role][0]
-        return known_column(
-            [name for name in row if name not in taken and (not text or isinstance(row[name], str))], known
-        )
-
-    choices = tuple(asked.get("choices", ())) or _choices(row, {name.lower(): name for name in row})
-    label = first("label", LABELS, choices, text=False)
-    prompt = first("prompt", PROMPTS, [label, *choices], text=True)
-    stem = first("stem", STEMS, [label, prompt, *choices], text=True)
-    if not choices or label is None or prompt is None:
-        return None
-    return ChoiceColumns(prompt, stem, choices, label)
+    choices = tuple(asked.get("choices", ())) or _choices(row)
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    found: dict[str, str | None] = {}
+    for role, names, known in (("label", list(row), LABELS), ("prompt", texts, PROMPTS), ("stem", texts, STEMS)):
+        free = [name for name in names if name not in choices and name not in found.values()]
+        found[role] = asked[role][0] if role in asked else known_column(free, known)
+    prompt, label = found["prompt"], found["label"]
+    return (
+        None if not choices or prompt is None or label is None else ChoiceColumns(prompt, found["stem"], choices, label)
+    )
 
 
-def _choices(row: Mapping[str, Any], lowered: Mapping[str, str]) -> tuple[str, ...]:
+def _choices(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the column of lists of texts, or the columns that are numbered: ``ending0``, ``ending1``, ..."""
+    lowered = {name.lower(): name for name in row}
     for name in LISTS:
         value = row.get(lowered.get(name, ""))
         texts = value.get("text") if isinstance(value, Mapping) else value
@@ -135,14 +131,13 @@ class ChoiceTask(Task):
         for i, row in enumerate(examples):
             try:
                 one, label = self._read(row)
+                found.append(one)
+                right.append(label)
             except DataError as fault:
                 wrong.append(f"row {i}: {fault}")
-                continue
-            found.append(one)
-            right.append(label)
-        where, columns = "train" if training else "eval", self.columns
+        columns = self.columns
         refuse_rows(
-            where, "rows that are no prompt with choices", wrong,
+            "train" if training else "eval", "rows that are no prompt with choices", wrong,
             f"in each a text ({columns.prompt!r}), two choices or more ({', '.join(columns.choices)}), and the right "
             f"one ({columns.label!r}): its number from 0, its letter or its text",
         )  # fmt: skip
@@ -157,16 +152,11 @@ class ChoiceTask(Task):
             DataError: the row is no such thing.
         """
         columns = self.columns
-        keys: list[str] = []
-        texts: list[Any]
-        if len(columns.choices) == 1:
-            given = row.get(columns.choices[0])
-            if isinstance(given, Mapping):
-                keys = [str(key) for key in given.get("label") or ()]
-                given = given.get("text")
-            texts = list(given) if isinstance(given, (list, tuple)) else []
-        else:
-            texts = [row.get(name) for name in columns.choices]
+        keys, given = [], [row.get(name) for name in columns.choices]
+        if len(given) == 1 and isinstance(given[0], Mapping):
+            keys = list(map(str, given[0].get("label") or ()))
+            given = [given[0].get("text")]
+        texts = given if len(given) > 1 else list(given[0] or ())
         prompt, stem = row.get(columns.prompt), "" if columns.stem is None else row.get(columns.stem)
         if not isinstance(prompt, str) or not isinstance(stem, str):
             raise DataError(f"found a {type(prompt if isinstance(stem, str) else stem).__name__}, no text")

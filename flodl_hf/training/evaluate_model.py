@@ -24,7 +24,7 @@ from flodl_hf.training.data import Tables, classes_used, list_multilabel_columns
 from flodl_hf.training.evaluation import EvalPredictions, Evaluations, Own
 from flodl_hf.training.job import make_evaluation, note_long_texts, prepare_held_out, row_limits
 from flodl_hf.training.options import EvaluateOptions, Options, make_options
-from flodl_hf.training.ranking import has_lists, note_undefined_metrics
+from flodl_hf.training.ranking import list_columns, note_undefined_metrics
 from flodl_hf.training.report.figures import LabelTable, label_table
 from flodl_hf.training.rows import CollateRows
 from flodl_hf.training.sequence import SequenceTask
@@ -235,7 +235,7 @@ def _task_of(model: EncoderModel, rows: list[dict[str, Any]], options: Options) 
     if model.head == "masked_lm" and recipe is not None and recipe.splade is not None:
         return "sparse"
     if model.head == "sequence_classification" and len(model.config.labels) == 1:
-        lists = are_pairs(list(rows[0])) or has_lists(rows, options.columns)
+        lists = are_pairs(list(rows[0])) or list_columns(rows, options.columns)
         return "rank" if lists or "sentence_transformers" in model.config.source else model.head
     return model.head
 

@@ -33,14 +33,9 @@ def clustering_figures(vectors: Any, labels: Sequence[Any], *, seed: int = 0, tr
         labels: their classes.
         seed: seed of the initial centres.
         tries: number of k-means runs.
-
-    Raises:
-        DataError: there is not a class for each text, or fewer than two texts.
     """
     given = as_vectors(vectors, "vectors").float()
     names, classes = np.unique(np.asarray(labels), return_inverse=True)
-    if len(given) != len(classes) or len(given) < 2:
-        raise DataError(f"clustering: {len(given)} vectors with {len(classes)} classes; expected as many, and some")
     unit = F.normalize(given, dim=-1)
     near = semantic_search(unit, unit, top_k=2, measure="dot").indices.numpy()
     other = np.where(near[:, 0] == np.arange(len(given)), near[:, 1], near[:, 0])
@@ -132,12 +127,12 @@ def similarity_figures(first: Any, second: Any, labels: Any, *, measure: str = "
         labels: labelled similarities, ``(pairs,)``.
         measure: a name of `flodl_hf.inference.similarity.PAIRWISE`.
     """
-    scores = _scores(first, second, measure, labels)
-    pearson, spearman = Pearson(), Spearman()
-    truth = torch.as_tensor(np.asarray(labels, dtype=np.float64))
-    for metric in (pearson, spearman):
+    scores, truth = _scores(first, second, measure, labels), torch.as_tensor(np.asarray(labels, dtype=np.float64))
+    found = {}
+    for name, metric in (("pearson", Pearson()), ("spearman", Spearman())):
         metric.update(scores.double(), truth)
-    return {"pearson": pearson.compute()["pearson"], "spearman": spearman.compute()["spearman"]}
+        found[name] = metric.compute()[name]
+    return found
 
 
 def triplet_figures(anchors: Any, positives: Any, negatives: Any, *, measure: str = "cosine") -> dict[str, float]:
@@ -209,8 +204,7 @@ def _scores(first: Any, second: Any, measure: str, labels: Any = None) -> torch.
     """
     a, b = as_vectors(first, "first"), as_vectors(second, "second")
     if len(a) != len(b) or not len(a) or (labels is not None and len(labels) != len(a)):
-        labelled = "" if labels is None else f" and {len(labels)} labels"
-        raise DataError(f"pairs: {len(a)} vectors and {len(b)}{labelled}; expected equal numbers above 0")
+        raise DataError(f"pairs: {len(a)} vectors and {len(b)}; expected equal numbers of vectors and labels, above 0")
     return PAIRWISE[measure](a.float(), b.to(a.device).float()).cpu()
 
 
@@ -223,15 +217,11 @@ def ranking_figures(scores: Sequence[Any], relevance: Sequence[Any], *, at: int 
         at: how many first candidates MRR and nDCG look at.
 
     Raises:
-        DataError: a query has more or fewer scores than candidates, or none has anything to order.
+        DataError: no query has anything to order.
     """
     rows = []
-    for i, (one, worth) in enumerate(zip(scores, relevance, strict=True)):
-        said, true = np.asarray(one, np.float64).ravel(), np.asarray(worth, np.float64).ravel()
-        if len(said) != len(true):
-            raise DataError(
-                f"ranking: query {i} has {len(said)} scores for {len(true)} candidates; expected equal numbers"
-            )
+    for pair in zip(scores, relevance, strict=True):
+        said, true = np.stack([np.ravel(part) for part in pair]).astype(np.float64)
         if len(set(true.tolist())) < 2:
             continue
         first = np.flatnonzero(true[np.argsort(-said, kind="stable")][:at] > 0)
@@ -304,14 +294,12 @@ def retrieval_figures(
         DataError: there is not one entry of ``relevant`` for each query, or none has anything to find.
     """
     asked = as_vectors(queries, "queries")
-    if len(relevant) != len(asked):
-        raise DataError(
-            f"retrieval: {len(relevant)} lists of relevant texts for {len(asked)} queries; expected equal numbers"
-        )
     sets = [frozenset(map(int, one)) for one in relevant]
     known = [i for i, one in enumerate(sets) if one]
-    if not known:
-        raise DataError("retrieval: no query has a text that belongs to it; expected at least one")
+    if not known or len(sets) != len(asked):
+        raise DataError(
+            f"retrieval: no query has a relevant text, or {len(asked)} queries have {len(sets)} sets of them"
+        )
     wanted = {**AT, **(at or {})}
     deepest = max(k for numbers in wanted.values() for k in numbers)
     found = semantic_search(
@@ -333,11 +321,8 @@ def figures_of_found(
     hits = np.array([[place in mine for place in row] for mine, row in zip(relevant, results, strict=True)])
     hits = hits.reshape(len(relevant), -1)
     counts = np.array([len(mine) for mine in relevant])
-    figures = {}
-    for name, numbers in at.items():
-        for k in numbers:
-            figures[f"{name}@{k}"] = float(_FIGURES[name](hits[:, :k], counts, k).mean())
-    return figures
+    wanted = [(name, k) for name, numbers in at.items() for k in numbers]
+    return {f"{name}@{k}": float(_FIGURES[name](hits[:, :k], counts, k).mean()) for name, k in wanted}
 
 
 def _gain(hits: Any, counts: Any, k: int) -> Any:

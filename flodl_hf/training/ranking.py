@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
 DOCUMENTS = (*POSITIVES, "documents", "docs", "passages", "candidates", "texts")
-PARTS = ("texts", "grades")
 
 
 @dataclass(frozen=True)
@@ -60,95 +59,97 @@ class Candidates:
     grades: tuple[float, ...]
 
 
-def _role_columns(row: Mapping[str, Any], role_columns: Mapping[str, str] | None) -> list[Any]:
-    """Return the columns of questions, documents and labels."""
-    asked = dict(role_columns or {})
+def list_columns(
+    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None
+) -> tuple[str, str, str] | None:
+    """Return the columns of questions, lists of documents and lists of labels; None if there are no such columns."""
+    asked, row = dict(role_columns or {}), rows[0]
     roles = (("anchor", ANCHORS), ("positive", DOCUMENTS), ("label", LABELS))
-    return [asked.get(role) or known_column(row, names) for role, names in roles]
-
-
-def has_lists(rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None = None) -> bool:
-    """Return whether one column contains lists of documents and another one their labels."""
-    question, documents, label = _role_columns(rows[0], role_columns)
-    several = [name for name in (documents, label) if name is not None and isinstance(rows[0].get(name), (list, tuple))]
-    return question is not None and len(several) == 2
+    question, documents, label = (asked.get(role) or known_column(row, names) for role, names in roles)
+    if question is None or documents is None or label is None:
+        return None
+    has_lists = all(isinstance(row.get(name), (list, tuple)) for name in (documents, label))
+    return (question, documents, label) if has_lists else None
 
 
 def read_lists(
     rows: Sequence[Mapping[str, Any]],
     role_columns: Mapping[str, str] | None = None,
     source: str = "train",
-    *,
-    grouped: bool = True,
+    kind: Kind | None = None,
 ) -> tuple[list[Candidates], Columns]:
-    """Return questions with their candidates, and the columns.
+    """Return questions with their candidates and grades, and the columns.
 
     Args:
         rows: the table.
         role_columns: columns by role.
         source: name of the table in messages.
-        grouped: rows of one candidate form one list for each question; else each row is a list.
+        kind: kind of the loss of a pair; None for a loss of lists, where the rows of a question are one list.
 
     Raises:
-        DataError: columns are ambiguous, or a row has different numbers of labels and documents.
+        DataError: columns are ambiguous, a row has different numbers of labels and documents, or labels do not fit the
+            loss.
     """
-    if has_lists(rows, role_columns):
-        return _of_columns(rows, role_columns, source)
-    table = read_table(rows, role_columns, source).as_scores
-    if table.form == "triplets":
-        found = [Candidates(row[0], row[1:], (1.0, *[0.0] * (len(row) - 2))) for row in table.texts]
-        return found, table.columns
-    if table.form not in ("teacher_scores", "binary", "scored") or table.labels is None:
+    if (names := list_columns(rows, role_columns)) is not None:
+        found = _of_lists(rows, *names, source)
+        columns = Columns(task="embedding", text=names[0], text_pair=names[1], label=names[2])
+    else:
+        table = read_table(rows, role_columns, source).as_scores
+        columns = table.columns
+        if table.form == "triplets":
+            scores = np.asarray([[1.0] + [0.0] * (table.width - 2)] * len(table.texts))
+        elif table.form in ("teacher_scores", "binary", "scored") and table.labels is not None:
+            scores = table.labels.reshape(len(table.texts), -1)
+            if scores.shape[1] == table.width - 2:  # differences from the positive
+                scores = np.concatenate([np.zeros((len(scores), 1)), -scores], 1)
+        else:
+            raise DataError(
+                f"{source}: rank: found {table.form}; expected a question, a document and a label, a question with a "
+                "list of documents and a list of labels, or a question with a positive and negatives (flodl-hf mine "
+                "finds some)",
+                form=table.form,
+            )
+        found = [
+            Candidates(row[0], row[1:], tuple(map(float, own[: len(row) - 1])))
+            for row, own in zip(table.texts, scores.tolist(), strict=True)
+        ]
+        if kind is None and table.form in ("binary", "scored"):
+            groups: dict[str, tuple[list[str], list[float]]] = {}
+            for one in found:
+                texts, grades = groups.setdefault(one.question, ([], []))
+                texts += one.texts
+                grades += one.grades
+            found = [Candidates(question, tuple(texts), tuple(own)) for question, (texts, own) in groups.items()]
+    grades = [grade for one in found for grade in one.grades]
+    if kind == "multi_label" and (min(grades) < 0 or max(grades) > 1):
         raise DataError(
-            f"{source}: rank: found {table.form}; expected a question, a document and a label, a question with a list "
-            "of documents and a list of labels, or a question with a positive and negatives (flodl-hf mine finds some)",
-            form=table.form,
+            f"rank: labels go from {min(grades):g} to {max(grades):g}; expected 0 (does not fit) to 1 (fits), grades "
+            "between them; MSELoss and losses of lists take any",
+            least=min(grades),
+            most=max(grades),
         )
-    scores = table.labels.reshape(len(table.texts), -1)
-    if scores.shape[1] == table.width - 2:  # differences from the positive
-        scores = np.concatenate([np.zeros((len(scores), 1)), -scores], 1)
-    parts = zip(table.texts, scores.tolist(), strict=True)
-    found = [Candidates(row[0], row[1:], tuple(map(float, own))) for row, own in parts]
-    if not grouped or table.form == "teacher_scores":
-        return found, table.columns
-    groups: dict[str, list[Candidates]] = {}
-    for one in found:
-        groups.setdefault(one.question, []).append(one)
-    lists = [
-        Candidates(question, *(tuple(value for one in own for value in getattr(one, name)) for name in PARTS))
-        for question, own in groups.items()
-    ]
-    return lists, table.columns
+    return found, columns
 
 
-def _of_columns(
-    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None, source: str
-) -> tuple[list[Candidates], Columns]:
-    question, documents, label = _role_columns(rows[0], role_columns)
+def _of_lists(
+    rows: Sequence[Mapping[str, Any]], question: str, documents: str, label: str, source: str
+) -> list[Candidates]:
     found, wrong = [], []
     for i, row in enumerate(rows):
-        texts, labels = row.get(documents), row.get(label or "")
-        if (
-            not (isinstance(texts, (list, tuple)) and isinstance(labels, (list, tuple)) and texts)
-            or not isinstance(row[question], str)
-            or len(texts) != len(labels)
-            or not all(isinstance(text, str) for text in texts)
-        ):
-            counts = [len(part) if isinstance(part, (list, tuple)) else type(part).__name__ for part in (texts, labels)]
+        texts, labels = row.get(documents), row.get(label)
+        counts = [len(part) if isinstance(part, (list, tuple)) else type(part).__name__ for part in (texts, labels)]
+        are_texts = texts and isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
+        if not are_texts or counts[0] != counts[1] or not isinstance(row[question], str):
             wrong.append(f"row {i}: {counts[0]} documents, {counts[1]} labels")
             continue
-        try:
-            grades = tuple(float(value) for value in labels)
-        except (TypeError, ValueError):
-            grades = (float("nan"),)
-        if not np.isfinite(grades).all():
+        found.append(Candidates(row[question], tuple(texts or ()), tuple(map(float, labels or ()))))
+        if not np.isfinite(found[-1].grades).all():
             wrong.append(f"row {i}: labels that are no numbers")
-        found.append(Candidates(row[question], tuple(texts), grades))
     refuse_rows(
         source, "rank: rows that are no lists", wrong,
         f"in each a question, a list of documents ({documents!r}) and as many numbers ({label!r})",
     )  # fmt: skip
-    return found, Columns(task="embedding", text=question, text_pair=documents, label=label)
+    return found
 
 
 def prepare_lists(
@@ -273,7 +274,7 @@ class RankTask(Task):
                 loss = make_loss(word, options.loss_options, LIST_LOSSES)
         columns: Any = None
         with problems:
-            columns = _read(rows, options.columns, "train", kind)[1]
+            columns = read_lists(rows, options.columns, "train", kind)[1]
         problems.check()
         if kind is None:
             return cls(columns, options.columns, loss)
@@ -282,22 +283,20 @@ class RankTask(Task):
         return cls(columns, options.columns, kind=kind, activation=activation)
 
     def settle(self, model: EncoderModel) -> list[str]:
-        """Configure the starting model; return notes for the user."""
-        self.start(model)
-        return []
-
-    def start(self, model: EncoderModel) -> None:
         """Have a model store the activation of its scores: its own, or this task's if it has none.
 
         The problem type is removed, because transformers would apply another function than sentence-transformers.
         """
         own = model.config.score_activation or self.activation
         model.config = model.config.changed(problem_type="", score_activation=own)
+        return []
+
+    start = settle
 
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return a row for each question with each of its candidates, or one for each question with all of them."""
         where, kind = "train" if training else "eval", self.kind if self.loss is None else None
-        lists, _ = _read(examples, self.role_columns, where, kind)
+        lists, _ = read_lists(examples, self.role_columns, where, kind)
         if kind is None:
             listed, cut = prepare_lists(lists, tokenizer, limits)
             scorer: Any = None if training else partial(_Scorer, range(len(lists)), self._worth(lists), 0.0)
@@ -322,29 +321,6 @@ class RankTask(Task):
     def collate(self, usual: CollateRows, rows: Any, batches: Any, accumulate: int) -> CollateRows:
         """Return the collate function, in the same layout as ``usual``."""
         return usual if self.loss is None else CollateLists.like(usual)
-
-
-def _read(
-    rows: Sequence[Mapping[str, Any]], role_columns: Mapping[str, str] | None, source: str, kind: Kind | None
-) -> tuple[list[Candidates], Columns]:
-    """Return questions with candidates and their grades, and the columns.
-
-    Args:
-        rows: the table.
-        role_columns: columns by role.
-        source: name of the table in messages.
-        kind: kind of the loss of a pair; None for a loss of lists.
-    """
-    lists, columns = read_lists(rows, role_columns, source, grouped=kind is None)
-    grades = [grade for one in lists for grade in one.grades]
-    if kind == "multi_label" and (min(grades) < 0 or max(grades) > 1):
-        raise DataError(
-            f"rank: labels go from {min(grades):g} to {max(grades):g}; expected 0 (does not fit) to 1 (fits), grades "
-            "between them; MSELoss and losses of lists take any",
-            least=min(grades),
-            most=max(grades),
-        )
-    return lists, columns
 
 
 def note_undefined_metrics(sets: Mapping[str, Prepared], task: Task) -> list[str]:
