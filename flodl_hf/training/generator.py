@@ -6,8 +6,9 @@ token whether it was replaced. One step trains both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -98,90 +99,74 @@ class CollateMasked(CollateShares):
 EMBEDDINGS = "encoder.embeddings"
 
 
-@dataclass(frozen=True)
-class GeneratorStart:
-    """Attach a generator to a model, unless it has one.
+def attach_generator(
+    model: EncoderModel, name: str, seed: int, options: Mapping[str, Any], adapter: Settings | None = None
+) -> None:
+    """Attach a generator to a model, unless it has the same one.
 
     Args:
+        model: the discriminator.
         name: folder or Hub name.
         seed: seed of the masked-LM head, if the folder has none.
         options: further options of ``from_pretrained``.
         adapter: added to the generator and trained instead of its weights; None for none.
+
+    Raises:
+        ConfigError: the two are of different families or read different words, or the adapter does not fit.
     """
+    start = (name, seed, options, adapter)
+    if model.beside is not None and model.beside.__dict__.get("begun_from") == start:
+        return
+    from flodl_hf.heads.auto import head_named
 
-    name: str
-    seed: int
-    options: dict[str, Any]
-    adapter: Settings | None = None
-
-    def __call__(self, model: EncoderModel) -> None:
-        """Give the model its generator.
-
-        Raises:
-            ConfigError: the two are of different families or read different words, or the adapter does not fit.
-        """
-        there: Any = model.beside
-        if there is not None and there.__dict__.get("begun_from") == self:
-            return
-        from flodl_hf.heads.auto import head_named
-
-        kind: Any = head_named("masked_lm").model
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            generator = kind.from_pretrained(
-                self.name, dtype=torch.float32, **{"weights": "memory", **self.options}
-            )  # fmt: skip
-            self._check(model, generator)
-            if generator.tokenizer is None:
-                generator.tokenizer = model.tokenizer
-            try:
-                if self.adapter is not None:
-                    generator.add_adapter(self.adapter)
-            except ConfigError as fault:
-                raise ConfigError(f"generator: {self.name}: {fault.message}", problems=fault.problems) from None
-        if model.active_adapter is None and generator.active_adapter is None:
-            _share(model, generator)  # an adapter belongs to its own base, so a base shares no embeddings
-        generator.__dict__["begun_from"] = self
-        model.beside = generator
-
-    def _check(self, model: EncoderModel, generator: MaskedLM) -> None:
-        """Raise if the vocabularies of generator and discriminator differ.
-
-        Raises:
-            ConfigError: all that is wrong.
-        """
-        own, other, problems = model.config, generator.config, []
-        if other.model_type != own.model_type:
-            problems.append(f"found a {other.model_type} model; expected {own.model_type}, as the discriminator is")
-        if other.encoder.vocab_size != own.encoder.vocab_size:
-            problems.append(
-                f"found a vocabulary of {other.encoder.vocab_size:,} words; expected the {own.encoder.vocab_size:,} of "
-                "the discriminator"
-            )
-        elif generator.tokenizer is not None and model.tokenizer is not None:
-            theirs, ours = generator.tokenizer.get_vocab(), model.tokenizer.get_vocab()
-            apart = [word for word, number in theirs.items() if ours.get(word) != number]
-            if apart:
-                problems.append(
-                    f"found {len(apart):,} words under other numbers than the discriminator has them, such as "
-                    f"{apart[0]!r} as {theirs[apart[0]]}; expected one vocabulary"
-                )
+    kind: Any = head_named("masked_lm").model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        generator = kind.from_pretrained(name, dtype=torch.float32, **{"weights": "memory", **options})
+        problems = _differences(model, generator)
         if problems:
-            raise ConfigError(f"generator: {self.name}: {'; '.join(problems)}", problems=problems)
+            raise ConfigError(f"generator: {name}: {'; '.join(problems)}", problems=problems)
+        if generator.tokenizer is None:
+            generator.tokenizer = model.tokenizer
+        try:
+            if adapter is not None:
+                generator.add_adapter(adapter)
+        except ConfigError as fault:
+            raise ConfigError(f"generator: {name}: {fault.message}", problems=fault.problems) from None
+    if model.active_adapter is None and generator.active_adapter is None:
+        # embeddings are shared where they are as wide; an adapter belongs to its own base, so a base shares none
+        ours, theirs = _embeddings(model), _embeddings(generator)
+        _put(generator, {n: ours[n] for n, value in theirs.items() if n in ours and ours[n].shape == value.shape})
+    generator.__dict__["begun_from"] = start
+    model.beside = generator
 
 
-def _share(model: EncoderModel, generator: MaskedLM) -> None:
-    """Have the generator's embeddings be the discriminator's where they are as wide."""
-    ours = dict(model.graph.get_submodule(EMBEDDINGS).named_parameters())
-    theirs = generator.graph.get_submodule(EMBEDDINGS).named_parameters()
-    _put(generator, {name: ours[name] for name, value in theirs if name in ours and ours[name].shape == value.shape})
+def _differences(model: EncoderModel, generator: MaskedLM) -> list[str]:
+    """Return differences of the families and vocabularies of a discriminator and its generator."""
+    own, other, problems = model.config, generator.config, []
+    if other.model_type != own.model_type:
+        problems.append(f"found a {other.model_type} model; expected {own.model_type}, as the discriminator is")
+    if other.encoder.vocab_size != own.encoder.vocab_size:
+        problems.append(f"found {other.encoder.vocab_size:,} words; expected {own.encoder.vocab_size:,}")
+    elif generator.tokenizer is not None and model.tokenizer is not None:
+        theirs, ours = generator.tokenizer.get_vocab(), model.tokenizer.get_vocab()
+        apart = [word for word, number in theirs.items() if ours.get(word) != number]
+        if apart:
+            problems.append(
+                f"found {len(apart):,} words under other numbers than the discriminator has them, such as "
+                f"{apart[0]!r} as {theirs[apart[0]]}; expected one vocabulary"
+            )
+    return problems
+
+
+def _embeddings(model: EncoderModel) -> dict[str, nn.Parameter]:
+    return dict(model.graph.get_submodule(EMBEDDINGS).named_parameters())
 
 
 def shared_names(model: EncoderModel, generator: MaskedLM) -> list[str]:
     """Return the names of the embeddings that a generator shares with the discriminator."""
-    ours = dict(model.graph.get_submodule(EMBEDDINGS).named_parameters())
-    theirs = generator.graph.get_submodule(EMBEDDINGS).named_parameters()
-    return [name for name, value in theirs if ours.get(name) is value]
+    ours = _embeddings(model)
+    return [name for name, value in _embeddings(generator).items() if ours.get(name) is value]
 
 
 def _put(generator: MaskedLM, tables: dict[str, nn.Parameter]) -> None:
@@ -195,17 +180,6 @@ def _put(generator: MaskedLM, tables: dict[str, nn.Parameter]) -> None:
         inside, _, leaf = name.rpartition(".")
         setattr(embeddings.get_submodule(inside), leaf, table)
     tie_tensors(graph, tied)
-
-
-def taken_out(model: EncoderModel) -> MaskedLM | None:
-    """Detach the generator of a model and return it, with its own copy of the embeddings; None without one."""
-    generator: Any = model.beside
-    if generator is None:
-        return None
-    model.beside = None
-    theirs = dict(generator.graph.get_submodule(EMBEDDINGS).named_parameters())
-    _put(generator, {n: nn.Parameter(theirs[n].detach().clone()) for n in shared_names(model, generator)})
-    return generator
 
 
 class Scored(NamedTuple):
@@ -346,12 +320,14 @@ class GeneratorTask(MaskedTask):
         return cls(Columns(task="masked-lm", text=columns.text), options.concatenate, options=options)
 
     @property
-    def start(self) -> GeneratorStart:
+    def start(self) -> Callable[[EncoderModel], None]:
         """Attaches the generator to a model, on every rank."""
         options = self.options
         opening = {"attention": options.attention, "local_files_only": options.local_files_only}
-        shown = {"mapped": True} if options.shard and options.ranks > 1 else {}  # as the discriminator is opened
-        return GeneratorStart(str(options.generator), options.seed, {**shown, **opening}, options.adapter)
+        if options.shard and options.ranks > 1:
+            opening["mapped"] = True  # as the discriminator is opened
+        how: Any = {"name": str(options.generator), "options": opening, "adapter": options.adapter}
+        return partial(attach_generator, seed=options.seed, **how)
 
     def settle(self, model: EncoderModel) -> list[str]:
         """Attach the generator to the model; return notes for the user."""
@@ -364,8 +340,7 @@ class GeneratorTask(MaskedTask):
         if adapted:
             return [f"{widths}; embeddings are not shared: an adapter of the {' and of the '.join(adapted)} is trained"]
         if not shared:
-            return [f"{widths}; embeddings are not shared, since one has {other.embedding_size} features, the other "
-                    f"{own.embedding_size}"]  # fmt: skip
+            return [f"{widths}; embeddings of {other.embedding_size} and {own.embedding_size} features are not shared"]
         names = sorted({name.partition(".")[0] for name in shared})
         return [f"{widths}; they share the discriminator's embeddings ({', '.join(names)})"]
 
@@ -375,8 +350,13 @@ class GeneratorTask(MaskedTask):
         return [] if generator.max_tokens is None else [generator.max_tokens]
 
     def conclude(self, model: EncoderModel) -> MaskedLM | None:
-        """Detach the generator and return it; None if it is detached already."""
-        return taken_out(model)
+        """Detach the generator and return it, with its own copy of the embeddings; None if it is detached already."""
+        generator: Any = model.beside
+        model.beside = None
+        if generator is not None:
+            theirs = _embeddings(generator)
+            _put(generator, {n: nn.Parameter(theirs[n].detach().clone()) for n in shared_names(model, generator)})
+        return generator
 
     def masking(self, tokenizer: Tokenizer, options: Options) -> Masking:
         """Return the masking function."""
