@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
 """Settings of a new projection, with defaults."""
 MARKERS = (("[Q]", "[D]"), ("[unused0]", "[unused1]"))
 """Markers of queries and documents; the first of which the tokenizer has both are taken."""
-LEAST_LENGTH = 4
+LEAST = {"size": 1, "query_length": 4, "document_length": 4}
 
 
 class Learning(nn.Module):
@@ -69,19 +69,6 @@ class Learning(nn.Module):
         """Return the layer as it is now, on the CPU."""
         bias = None if self.bias is None else self.bias.detach().cpu().clone()
         return Dense(self.weight.detach().cpu().clone(), bias, self.activation, self.source)
-
-
-class Projections(nn.ModuleList):
-    """The layers of a projection while they learn.
-
-    Args:
-        layers: one after another.
-        notes: notes for the user.
-    """
-
-    def __init__(self, layers: Sequence[Learning], notes: Sequence[str]) -> None:
-        super().__init__(layers)
-        self.notes = list(notes)
 
 
 def attach_projection(
@@ -112,7 +99,8 @@ def attach_projection(
             problems=["projection"],
         )
     layers = [Learning(layer) for layer in late.projections]
-    model.beside = Projections(layers, notes)
+    model.beside = beside = nn.ModuleList(layers)
+    beside.__dict__["notes"] = notes
     assert recipe is not None
     model.sentence_recipe = replace(recipe, late=replace(late, projections=tuple(layers)))
     return notes
@@ -123,7 +111,11 @@ def _new_projection(
 ) -> tuple[MultiVectorConfig, list[str]]:
     """Return the recipe of a new projection, initialised as torch's linear layers, and notes."""
     tokenizer: Any = model.tokenizer
-    given, problems = _projection_settings(settings)
+    found, problems = read_settings(settings, SETTINGS)
+    given = {**SETTINGS, **found}
+    for name, least in LEAST.items():
+        if not isinstance(given[name], int) or given[name] < least:
+            problems.append(f"{name}: found {given[name]!r}; expected an integer from {least}")
     markers = given["query_marker"], given["document_marker"]
     if markers == (None, None):
         known = (pair for pair in MARKERS if all(marker_id(tokenizer, one, None) is not None for one in pair))
@@ -154,29 +146,6 @@ def _new_projection(
         f"the start has no vectors of tokens: a new projection of {inside} to {given['size']} features is drawn; "
         f"{how}, queries of {late.query_length} tokens, {filled}, documents of {late.document_length}"
     ]
-
-
-def _projection_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return all settings as numbers, words and booleans, and their problems."""
-    found, problems = read_settings(settings, SETTINGS)
-    for name, value in found.items():
-        usual, least = SETTINGS[name], 1 if name == "size" else LEAST_LENGTH
-        if usual is None and not isinstance(value, str):
-            problems.append(f"{name}: found {value!r}; expected a token, or an empty text for none")
-        elif type(usual) is int and not (type(value) is int and value >= least):
-            problems.append(f"{name}: found {value!r}; expected an integer from {least}")
-    return {**SETTINGS, **found}, problems
-
-
-def take_out(model: EncoderModel) -> None:
-    """Store the trained projection in the model's recipe, and detach the module."""
-    if model.beside is None:
-        return
-    layers: Any = list(model.beside.children())
-    model.beside = None
-    recipe: Any = model.sentence_recipe
-    late = replace(recipe.late, projections=tuple(layer.learned() for layer in layers))
-    model.sentence_recipe = replace(recipe, late=late, files=_projection_files(model, recipe, late))
 
 
 def _projection_files(
@@ -283,9 +252,14 @@ class MultiVectorTask(EmbeddingTask):
         """Return the maximum number of tokens of a document."""
         return [self.recipe.late.document_length] if self.recipe.late.document_length else []
 
-    def conclude(self, model: EncoderModel) -> None:
-        """Keep the projection in the model's recipe."""
-        take_out(model)
+    def conclude(self, model: Any) -> None:
+        """Store the trained projection in the model's recipe, and detach the module."""
+        if model.beside is None:
+            return
+        layers, recipe = list(model.beside.children()), model.sentence_recipe
+        model.beside = None
+        late = replace(recipe.late, projections=tuple(layer.learned() for layer in layers))
+        model.sentence_recipe = replace(recipe, late=late, files=_projection_files(model, recipe, late))
 
     def encode(
         self, rows: Sequence[Sequence[str]], tokenizer: Tokenizer, limits: LengthLimits
