@@ -28,7 +28,7 @@ from flodl_hf.training.losses import loss_named, make_loss
 from flodl_hf.training.losses.lists import LIST_LOSSES, MarginMSELoss
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, RowBuilder
-from flodl_hf.training.step import Kind, LossFunction, score
+from flodl_hf.training.step import Kind, LossFunction, Scoring, score
 from flodl_hf.training.task import (
     Examples,
     LengthLimits,
@@ -201,20 +201,14 @@ class CollateLists(CollateTexts):
 
 
 @dataclass(frozen=True)
-class ListObjective:
-    """The loss of lists of candidates; called with a model and a batch it is a training step.
+class ListObjective(Scoring):
+    """The loss of lists of candidates.
 
     Args:
         loss: one of `flodl_hf.training.losses.lists`.
     """
 
     loss: Any
-
-    reads_num_rows = False  # counts are taken from the labels, so captured steps serve batches of any number of rows
-
-    def __call__(self, model: Any, batch: Any) -> Loss:
-        """Return the loss of a batch."""
-        return self.of(self.score(model, batch), batch)
 
     def score(self, model: Any, batch: Any) -> Tensor:
         """Return the scores of candidates, ``(questions, most)``; scores of missing ones are arbitrary."""

@@ -192,9 +192,27 @@ def rows_of_scores(scores: Tensor, batch: Any, *, per_row: bool) -> list[Tensor]
     return [row[:length] for row, length in zip(scores, lengths, strict=True)]
 
 
+class Scoring:
+    """A loss that is computed from scores; called with a model and a batch it is a training step."""
+
+    reads_num_rows = False  # counts are taken from the labels, so captured steps serve batches of any number of rows
+
+    def __call__(self, model: Any, batch: Any) -> Loss:
+        """Return the loss of a batch."""
+        return self.of(self.score(model, batch), batch)
+
+    def score(self, model: Any, batch: Any) -> Any:
+        """Return the head's scores of a batch."""
+        return score(model, batch)
+
+    def of(self, scores: Any, batch: Any) -> Loss:
+        """Return the loss of computed scores."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Objective:
-    """The loss of one task; called with a model and a batch it is a training step.
+class Objective(Scoring):
+    """The loss of one task.
 
     Args:
         kind: kind of the loss.
@@ -213,19 +231,13 @@ class Objective:
     own: LossFunction | None = None
     noise: float | None = None
 
-    reads_num_rows = False  # counts are taken from the labels, so captured steps serve batches of any number of rows
-
     def __call__(self, model: Any, batch: Any) -> Loss:
         """Return the loss of a batch."""
         if self.noise is None:
-            return self.of(self.score(model, batch), batch)
+            return super().__call__(model, batch)
         with noisy(model, self.noise, batch):
             scores = self.score(model, batch)
         return self.of(scores, batch)
-
-    def score(self, model: Any, batch: Any) -> Tensor:
-        """Return the head's scores of a batch."""
-        return score(model, batch)
 
     def of(self, scores: Tensor, batch: Any) -> Loss:
         """Return the loss of computed scores."""

@@ -7,7 +7,7 @@ classes of a pair (Reimers and Gurevych 2019, arXiv:1908.10084), or vectors of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -72,21 +72,13 @@ class SoftmaxLoss(VectorLoss):
 
     forms: ClassVar[tuple[Form, ...]] = (OF_CLASSES,)
 
-    @property
-    def _parts(self) -> tuple[bool, bool, bool]:
-        return (
-            self.concatenation_sent_rep,
-            self.concatenation_sent_difference,
-            self.concatenation_sent_multiplication,
-        )
-
     def faults(self) -> list[str]:
         """Return the problems of the settings."""
-        return [] if any(self._parts) else ["all of concatenation_sent_* are off; expected one of them"]
+        return [] if any(astuple(self)) else ["all of concatenation_sent_* are off; expected one of them"]
 
     def layer(self, size: int, classes: int) -> PairClassifier:
         """Return the layer for vectors of a size."""
-        return PairClassifier(size, classes, self._parts)
+        return PairClassifier(size, classes, astuple(self))
 
     def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
         """Return the mean over pairs, of their scores."""
@@ -187,20 +179,17 @@ class AuxiliaryTask(EmbeddingTask):
         table = self.read(examples, self.options, "eval")
         if table.form != OF_CLASSES or table.labels is None:
             return table
-        known = self.first.names
-        names = table.names if known else tuple(str(number) for number in range(int(table.labels.max()) + 1))
-        strange = sorted(set(names) - set(known or map(str, range(self._classes))))
-        if strange or bool(known) != bool(table.names):
+        known = self.first.names or tuple(map(str, range(self._classes)))
+        names = table.names or tuple(map(str, range(int(table.labels.max()) + 1)))
+        strange = sorted({*names} - {*known})
+        if strange or bool(self.first.names) != bool(table.names):
             raise DataError(
                 f"found the classes {strange or table.names} of pairs, which training does not have; expected "
-                f"{', '.join(known) if known else f'numbers below {self._classes}'}",
+                f"{', '.join(known)}",
                 names=strange,
             )
-        if not known:
-            return table
-        places = {name: number for number, name in enumerate(known)}
-        told = [table.names[number] for number in table.labels.tolist()]
-        return replace(table, labels=np.asarray([places[name] for name in told], np.int64))
+        numbers = np.asarray([known.index(name) for name in names], np.int64)
+        return replace(table, labels=numbers[table.labels])
 
     @property
     def _classes(self) -> int:

@@ -198,8 +198,7 @@ class SparseTask(EmbeddingTask):
         before = model.sentence_recipe
         if before is None or before.splade is None:
             before = SentenceTransformerConfig(max_tokens=self.options.max_length, splade=SpladePooling())
-        model.sentence_recipe = before
-        self.recipe = before
+        model.sentence_recipe = self.recipe = before
         return self._prompt_notes()
 
     def _usual(self, form: Any) -> Any:

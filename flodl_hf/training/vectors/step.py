@@ -32,7 +32,7 @@ from flodl.train import Loss
 from flodl_hf.inference.hidden_states import watched
 from flodl_hf.inference.pooling import finish_embeddings, pool_packed, pool_padded
 from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder, TakenRows
-from flodl_hf.training.step import score
+from flodl_hf.training.step import Scoring, score
 
 
 def over_ranks(numbers: Sequence[int], operation: Any, device: torch.device) -> list[int]:
@@ -264,8 +264,8 @@ def _cut_apart(order: NDArray[np.int64], texts: NDArray[np.int64], size: int) ->
 
 
 @dataclass(frozen=True)
-class VectorObjective:
-    """The loss of vectors; called with a model and a batch it is a training step.
+class VectorObjective(Scoring):
+    """The loss of vectors.
 
     Args:
         losses: for each table its loss; see `flodl_hf.training.losses`.
@@ -288,12 +288,6 @@ class VectorObjective:
     prompted: bool = False
 
     per_token: ClassVar[tuple[str, ...]] = ("input_ids", "token_type_ids")
-
-    reads_num_rows = False  # counts are taken from the labels, so captured steps serve batches of any number of rows
-
-    def __call__(self, model: Any, batch: Any) -> Loss:
-        """Return the loss of a batch."""
-        return self.of(self.score(model, batch), batch)
 
     def score(self, model: Any, batch: Any) -> Tensor:
         """Return the vectors, ``(examples, texts, size)``; with `layers` ``(examples, texts, layers, size)``.

@@ -217,11 +217,8 @@ class EmbeddingTask(Task):
         """
         options, before = self.options, model.sentence_recipe
         names: Any = tuple(options.pooling.split("+")) if options.pooling else before.pooling if before else ("mean",)
+        check_pooling(names)
         problems = []
-        try:
-            check_pooling(names)
-        except Exception as fault:
-            problems.append(f"pooling: {fault}")
         if before is not None:
             further = before.splade is not None or before.late is not None or before.changes_states
             if before.routes:
@@ -251,8 +248,7 @@ class EmbeddingTask(Task):
                 made = replace(made, files={**files, kept: before.files[kept]})
         else:
             made = before
-        model.sentence_recipe = made
-        self.recipe = made
+        model.sentence_recipe = self.recipe = made
         return self._prompt_notes()
 
     def _prompt_notes(self) -> list[str]:
@@ -260,9 +256,7 @@ class EmbeddingTask(Task):
         prompts = self.options.prompts
         names = {name for table in self.tables.values() for source in set(table.sources) for name in source}
         absent = [] if isinstance(prompts, str) else [repr(name) for name in prompts or () if name not in names]
-        if not absent:
-            return []
-        return [f"prompts: found {', '.join(absent)}, expected columns of texts: {', '.join(sorted(names))}"]
+        return absent and [f"prompts: found {', '.join(absent)}, expected columns of texts: {', '.join(sorted(names))}"]
 
     def conclude(self, model: EncoderModel) -> None:
         """Detach the additional module, if any."""
@@ -294,8 +288,7 @@ class EmbeddingTask(Task):
 
     def _objective(self, losses: tuple[Any, ...], **further: Any) -> VectorObjective:
         """Return the objective of some losses; ``trained`` is the class for losses of the run."""
-        recipe = self.recipe
-        kind = self.trained if losses[0] in self.losses else VectorObjective
+        recipe, kind = self.recipe, self.trained if losses[0] in self.losses else VectorObjective
         layers = any(isinstance(loss, AdaptiveLayerLoss) for loss in losses)
         return kind(losses, recipe.pooling, recipe.normalize, layers, dense=recipe.dense, **further)
 
