@@ -86,7 +86,7 @@ class CollateMasked(CollateShares):
             offsets = flat - (ends - lengths)[row]
             slots = len(batch["cu_seqlens"]) - 1
         # of each row a share, and one at least; more where the shortest word has more
-        room = max(int(self.counts.masking.probability * labels.size) + slots, len(flat)) if self.settled else len(flat)
+        room = max(int(self.masking.probability * labels.size) + slots, len(flat)) if self.settled else len(flat)
         seeds = row_seeds(position, position.indices, "sample")
         per_mask = {"places": flat, "labels": labels[flat], "offsets": offsets, "seeds": seeds[row]}
         for name, value in per_mask.items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -90,77 +91,60 @@ def make_masking(tokenizer: Tokenizer, options: Options, **shares: float) -> Mas
     )
 
 
-@dataclass(frozen=True)
-class StepCounts:
-    """Called with the place of a batch in a run, returns the counts of the optimiser step that it is part of.
+@dataclass(frozen=True, kw_only=True)
+class CollateShares(CollateRows):
+    """Makes batches with ``words_share``, the factor of the mean over masked tokens of a batch.
 
     Args:
         rows: all rows.
-        masking: masks them; of whole words as many tokens as are drawn, otherwise by a row's length alone.
+        numbers: masked tokens of each row; of whole words as many tokens as are drawn.
         batches: which rows form a batch.
         accumulate: batches of a step.
         by_rows: count rows; by default tokens.
     """
 
     rows: EncodedRows
-    masking: Masking
+    numbers: NDArray[np.int64] = field(compare=False)
     batches: Any
     accumulate: int
     by_rows: bool
-    _masked: NDArray[np.int64] = field(init=False, compare=False, repr=False)
-    _plans: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
-    _step: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        starts = self.rows.ends - self.rows.lengths
-        free = np.add.reduceat((self.rows.columns["words"] != SPECIAL).astype(np.int64), starts).tolist()
-        numbers = np.asarray([num_masked(count, self.masking.probability) for count in free], np.int64)
-        object.__setattr__(self, "_masked", numbers)
-
-    def __call__(self, position: Where) -> tuple[int, int]:
-        """Return the number of tokens or rows of the step, and of masked tokens."""
-        key = position.seed, position.epoch, position.number // self.accumulate
-        if key not in self._step:
-            if position.epoch not in self._plans:
-                self._plans.clear()
-                self._plans[position.epoch] = self.batches.plan(position.epoch)
-            plan, first = self._plans[position.epoch], key[2] * self.accumulate
-            rows = np.concatenate([plan[i] for i in range(first, min(first + self.accumulate, len(plan)))])
-            items = len(rows) if self.by_rows else int(self.rows.lengths[rows].sum())
-            self._step.clear()
-            self._step[key] = items, self.masked(position, rows)
-        return self._step[key]
-
-    def masked(self, position: Where, rows: NDArray[np.int64]) -> int:
-        """Return the number of masked tokens of some rows."""
-        if not self.masking.whole_words:
-            return int(self._masked[rows].sum())
-        return sum(self.masking.number(self.rows.get(i), position, i) for i in rows.tolist())
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollateShares(CollateRows):
-    """Makes batches with ``words_share``, the factor of the mean over masked tokens of a batch.
-
-    Args:
-        counts: returns the counts of the step that a batch is part of.
-    """
-
-    counts: StepCounts
+    _known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of_step(cls, usual: CollateRows, rows: EncodedRows, batches: Any, accumulate: int, *, by_rows: bool) -> Self:
         """Return a collate function with the layout of ``usual``, for steps of ``accumulate`` batches."""
         masking: Any = usual.masking
-        return cls.like(usual, counts=StepCounts(rows, masking, batches, accumulate, by_rows))
+        free = np.add.reduceat((rows.columns["words"] != SPECIAL).astype(np.int64), rows.ends - rows.lengths).tolist()
+        numbers = np.asarray([num_masked(count, masking.probability) for count in free], np.int64)
+        further = {"batches": batches, "accumulate": accumulate, "by_rows": by_rows}
+        return cls.like(usual, rows=rows, numbers=numbers, **further)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], position: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
         batch = super().__call__(rows, position)
-        items = len(rows) if self.counts.by_rows else int(TakenRows.of(rows).lengths.sum())
-        whole, whole_masked = self.counts(position)
+        items = len(rows) if self.by_rows else int(TakenRows.of(rows).lengths.sum())
+        whole, whole_masked = self._of_step(position)
         share = (int((batch["labels"] != IGNORE).sum()) * whole) / (items * max(whole_masked, 1))
         return {**batch, "words_share": torch.tensor([share], dtype=torch.float64)}
+
+    def _of_step(self, position: Where) -> tuple[int, int]:
+        """Return the number of tokens or rows of the step that a batch is part of, and of masked tokens."""
+        known, first = self._known, position.number // self.accumulate
+        if known.get("epoch") != position.epoch:
+            known.update(epoch=position.epoch, plan=self.batches.plan(position.epoch), step=None)
+        if known["step"] != (position.seed, first):
+            step = range(first * self.accumulate, min((first + 1) * self.accumulate, len(known["plan"])))
+            rows = np.concatenate([known["plan"][i] for i in step])
+            items = len(rows) if self.by_rows else int(self.rows.lengths[rows].sum())
+            known.update(step=(position.seed, first), counts=(items, self.masked(position, rows)))
+        return known["counts"]
+
+    def masked(self, position: Where, rows: NDArray[np.int64]) -> int:
+        """Return the number of masked tokens of some rows."""
+        masking: Any = self.masking
+        if not masking.whole_words:
+            return int(self.numbers[rows].sum())
+        return sum(masking.number(self.rows.get(i), position, i) for i in rows.tolist())
 
 
 @dataclass(frozen=True)
@@ -208,17 +192,10 @@ class MaskedTask(Task):
         return make_masking(tokenizer, options)
 
 
-@dataclass(frozen=True)
-class _Filled:
-    """A row of the lines' tokens between the tokens that the tokenizer puts around a text."""
-
-    ids: list[int]
-    type_ids: list[int]
-    words: list[int]
-
-
-def _full_rows(texts: Sequence[str], tokenizer: Tokenizer, limits: LengthLimits) -> Iterator[_Filled]:
+def _full_rows(texts: Sequence[str], tokenizer: Tokenizer, limits: LengthLimits) -> Iterator[SimpleNamespace]:
     """Yield rows of exactly ``limits.max_tokens``, the last one as long as it comes; every token is in one of them.
+
+    A row has the lines' tokens between those that the tokenizer puts around a text.
 
     Raises:
         ConfigError: the length of a row is unknown, or too small for a token.
@@ -238,24 +215,22 @@ def _full_rows(texts: Sequence[str], tokenizer: Tokenizer, limits: LengthLimits)
         if len(part) == size or any(word != SPECIAL for _, word in part):
             ids = [*lead, *(token for token, _ in part), *trail]
             words = [*([SPECIAL] * len(lead)), *(word for _, word in part), *([SPECIAL] * len(trail))]
-            yield _Filled(ids, [0] * len(ids), words)
+            yield SimpleNamespace(ids=ids, type_ids=[0] * len(ids), words=words)
 
 
 def _lines_end_to_end(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[tuple[int, int]]]:
     """Yield each line's tokens with their words, counted over all lines, after a separator from the line before."""
     between = [] if tokenizer.sep_token_id is None else [(tokenizer.sep_token_id, SPECIAL)]
-    first_word, is_first = 0, True
+    line, first_word = list[tuple[int, int]](), 0
     for _, (row,) in encode_chunks(tokenizer, texts, max_tokens=None, add_special_tokens=False):
         if not len(row.ids):
             continue
-        line: list[tuple[int, int]] = [] if is_first else list(between)
-        last = None
+        line, last = list(between if line else ()), None
         for token, word in zip(row.ids, row.word_ids, strict=True):
             # A token outside of words is a separate word.
             first_word += word is None or word != last
             line.append((token, first_word))
             last = word
-        is_first = False
         first_word += 1
         yield line
 

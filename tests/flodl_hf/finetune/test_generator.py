@@ -157,7 +157,7 @@ def test_masks_are_as_published_and_rows_know_how_many_there_are(starts: dict[st
     batch = batch_of(job, tuple(rows[:4]))
     labels, ids, mask_id = batch["labels"], batch["input_ids"], job.model.tokenizer.mask_token_id
     masked = labels != -100
-    assert masked.sum().item() == job.collate.counts.masked(Where(42, 0, 0, ()), torch.arange(4).numpy())
+    assert masked.sum().item() == job.collate.masked(Where(42, 0, 0, ()), torch.arange(4).numpy())
     hidden = ids[masked] == mask_id
     assert torch.equal(ids[masked][~hidden], labels[masked][~hidden])  # no word of the text is another one's
     seen = [job.collate(job.rows.__getitems__(rows), Where(42, epoch, 0, tuple(rows))) for epoch in range(20)]
@@ -193,8 +193,8 @@ def test_parts_of_a_step_add_up_to_the_whole_one(whole_words: bool, starts: dict
     counted, usual = (
         counts(Where(42, 0, 0, ()), np.asarray(whole))
         for counts in (
-            job.collate.counts.masked,
-            replace(job.collate.counts, masking=replace(job.collate.masking, whole_words=False)).masked,
+            job.collate.masked,
+            replace(job.collate, masking=replace(job.collate.masking, whole_words=False)).masked,
         )
     )
     assert (counted < usual) is whole_words
