@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, count
 from typing import Any, Self
 
 import httpx
@@ -43,10 +44,6 @@ class ServerError(FlodlError):
     reason: str
 
 
-def _joined(parts: list[Any]) -> Any:
-    return [row for part in parts for row in part]
-
-
 @dataclass(frozen=True)
 class Query:
     """One request of the client.
@@ -66,7 +63,7 @@ class Query:
     read: Callable[[httpx.Response], Any]
     accept: str = "application/json"
     items: str | None = None
-    join: Callable[[list[Any]], Any] = _joined
+    join: Callable[[list[Any]], Any] = lambda parts: [row for part in parts for row in part]
     truncated: bool = False
 
 
@@ -93,25 +90,6 @@ def _read_sparse(response: httpx.Response) -> list[tuple[np.ndarray, np.ndarray]
     ]
 
 
-def _read_tokens(response: httpx.Response) -> list[np.ndarray]:
-    """Return the vectors of each text's tokens."""
-    return [np.array(row["vectors"], np.float32) for row in _read_results(response)]
-
-
-def _read_ranks(response: httpx.Response) -> list[tuple[int, float]]:
-    """Return index and score of each document."""
-    return [(one["index"], one["relevance_score"]) for one in _read_results(response)]
-
-
-def _join_ranks(parts: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Return the ranks of all documents of several requests."""
-    found, offset = [], 0
-    for part in parts:
-        found += [(offset + index, score) for index, score in part]
-        offset += len(part)
-    return sorted(found, key=lambda one: -one[1])
-
-
 def _encoded(path: str, body: Mapping[str, Any]) -> bytes:
     """Return the JSON of a request.
 
@@ -121,16 +99,15 @@ def _encoded(path: str, body: Mapping[str, Any]) -> bytes:
     given = {name: value for name, value in body.items() if value is not None}
     try:
         return json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
-    except UnicodeEncodeError as error:
-        wrong = f"found the lone surrogate {error.object[error.start]!a}, expected valid Unicode. Remove or replace it"
     except (TypeError, ValueError) as error:
-        wrong = f"found a value that JSON does not have ({error}), expected texts, numbers, lists and mappings"
-    raise DataError(f"{path}: a request cannot be sent: {wrong}", path=path)
+        raise DataError(
+            f"{path}: a request cannot be sent: found a value that JSON does not have ({error}), expected texts of "
+            "valid Unicode, numbers, lists and mappings",
+            path=path,
+        ) from None
 
 
-MODELS = Query("v1/models", None, lambda response: {row["id"]: row for row in response.json()["data"]})
-
-Steps = Generator[tuple[float, dict[str, Any]], httpx.Response, Any]
+Steps = Generator[tuple[float, dict[str, Any]], httpx.Response | httpx.TransportError, Any]
 
 
 class _Methods:
@@ -185,23 +162,21 @@ class _Methods:
 
     def _attempts(self, query: Query) -> Steps:
         """Send one request, and retry it while the server has no capacity."""
-        arguments, pause_s = _arguments(query), 0.0
-        for attempt in range(self.retries + 1):
-            try:
-                response = yield pause_s, arguments
-            except httpx.TransportError as error:
+        address, pause_s = f"{self.url}/{query.path}", 0.0
+        for attempt in count():
+            found = yield pause_s, _arguments(query)
+            if isinstance(found, httpx.TransportError):
                 raise ServerError(
-                    f"{self.url}/{query.path}: no response ({str(error) or type(error).__name__}). Check the address "
-                    "and that the server runs.",
+                    f"{address}: no response ({str(found) or type(found).__name__}). Check the address and that the "
+                    "server runs.",
                     status=0, kind="unreached", reason="",
-                ) from None  # fmt: skip
-            if response.status_code == 200:
-                return response
-            if response.status_code not in (429, 503) or attempt == self.retries:
-                raise _server_error(f"{self.url}/{query.path}", response)
-            after = response.headers.get("retry-after", "")
+                )  # fmt: skip
+            if found.status_code == 200:
+                return found
+            if found.status_code not in (429, 503) or attempt == self.retries:
+                raise _server_error(address, found)
+            after = found.headers.get("retry-after", "")
             pause_s = min(MAX_RETRY_S, float(after)) if after.isdecimal() else min(8.0, 0.5 * 2**attempt)
-        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _task(self, task: str, inputs: Any, model: str | None, options: dict[str, Any]) -> Any:
         """Run a task of this library's own routes."""
@@ -258,7 +233,11 @@ class _Methods:
             model: name of a served model.
         """
         body = {"inputs": _list_of(texts), "query": query, "model": model}
-        return self._run(Query("v1/late-interaction", body, _read_tokens, items="inputs"))
+
+        def read(response: httpx.Response) -> list[np.ndarray]:
+            return [np.array(row["vectors"], np.float32) for row in _read_results(response)]
+
+        return self._run(Query("v1/late-interaction", body, read, items="inputs"))
 
     def classify(self, texts: Any, *, model: str | None = None, **options: Any) -> Any:
         """Return ``{"labels": [{"label", "score", "windows"}], "empty"}`` for each text or pair.
@@ -326,13 +305,20 @@ class _Methods:
         """
         # Without top_n, each response has as many results as its request has documents.
         body = {"query": query, "documents": list(documents), "model": model}
-        return self._run(
-            Query("v2/rerank", body, _read_ranks, items="documents", join=lambda parts: _join_ranks(parts)[:top_k])
-        )
+
+        def read(response: httpx.Response) -> list[tuple[int, float]]:
+            return [(one["index"], one["relevance_score"]) for one in _read_results(response)]
+
+        def join(parts: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
+            starts = accumulate(map(len, parts), initial=0)
+            found = [(start + index, score) for start, part in zip(starts, parts, strict=False) for index, score in part]
+            return sorted(found, key=lambda one: -one[1])[:top_k]
+
+        return self._run(Query("v2/rerank", body, read, items="documents", join=join))
 
     def models(self) -> Any:
         """Return information about each served model, by name."""
-        return self._run(MODELS)
+        return self._run(Query("v1/models", None, lambda found: {row["id"]: row for row in found.json()["data"]}))
 
 
 class Client(_Methods):
@@ -356,11 +342,10 @@ class Client(_Methods):
             while True:
                 time.sleep(pause_s)
                 try:
-                    response = self._http.request(**arguments)
+                    found = self._http.request(**arguments)
                 except httpx.TransportError as error:
-                    pause_s, arguments = steps.throw(error)
-                else:
-                    pause_s, arguments = steps.send(response)
+                    found = error
+                pause_s, arguments = steps.send(found)
         except StopIteration as end:
             return end.value
 
@@ -403,11 +388,10 @@ class AsyncClient(_Methods):
             while True:
                 await asyncio.sleep(pause_s)
                 try:
-                    response = await self._http.request(**arguments)
+                    found = await self._http.request(**arguments)
                 except httpx.TransportError as error:
-                    pause_s, arguments = steps.throw(error)
-                else:
-                    pause_s, arguments = steps.send(response)
+                    found = error
+                pause_s, arguments = steps.send(found)
         except StopIteration as end:
             return end.value
 

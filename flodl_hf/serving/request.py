@@ -28,16 +28,18 @@ class Timeline:
     spans of them."""
 
     def __init__(self) -> None:
-        self._at = _now()
-        self._sent: int | None = None
+        # Name, start, end and sizes of each finished step, and the start of the current one.
         self._steps: list[tuple[str, int, int, dict[str, Any]]] = []
+        self._at, self._queued = _now(), False
         # Start, start on the device, end, rows and tokens of each batch; written by the threads that run batches.
         self._batches: list[list[Any]] = []
 
     def sent(self) -> None:
         """Record that rows were queued."""
-        if self._sent is None:
-            self._sent = self._step("tokenise", self._at, _now())
+        if not self._queued:
+            now = _now()
+            self._steps.append(("tokenise", self._at, now, {}))
+            self._at, self._queued = now, True
 
     def taken(self, started_s: float, rows: int, tokens: int) -> None:
         """Record that rows are in a batch that starts on the device now.
@@ -51,30 +53,26 @@ class Timeline:
 
     def ran(self) -> None:
         """Record the end of the first unfinished batch."""
-        ends = next((batch for batch in self._batches if batch[2] is None), None)
-        if ends is not None:
-            ends[2] = _now()
+        for batch in self._batches:
+            if batch[2] is None:
+                batch[2] = _now()
+                return
 
     def arrived(self) -> None:
         """Record that all results are available."""
-        if self._sent is None:
+        if not self._queued:
             return
         batches = [batch for batch in self._batches if batch[2] is not None]
-        self._step("queue", self._sent, batches[0][0] if batches else _now())
+        self._steps.append(("queue", self._at, batches[0][0] if batches else _now(), {}))
         for start, begun, end, rows, tokens in batches[:MAX_BATCHES]:
-            self._step("batch", start, end, rows=rows, tokens=tokens)
-            self._step("device", begun, end)
-        self._at, self._sent, self._batches = _now(), None, []
+            self._steps += [("batch", start, end, {"rows": rows, "tokens": tokens}), ("device", begun, end, {})]
+        self._at, self._queued, self._batches = _now(), False, []
 
     def to_steps(self) -> list[tuple[str, int, int, dict[str, Any]]]:
         """Return (name, start, end, sizes) of each step, in ns of ``time.time_ns``; "device" follows its "batch"."""
-        self._step("decode" if self._steps else "tokenise", self._at, _now())
+        last = ("decode" if self._steps else "tokenise", self._at, _now(), {})
         shift = time.time_ns() - _now()
-        return [(name, start + shift, end + shift, more) for name, start, end, more in self._steps]
-
-    def _step(self, name: str, start: int, end: int, **more: Any) -> int:
-        self._steps.append((name, start, end, more))
-        return end
+        return [(name, start + shift, end + shift, sizes) for name, start, end, sizes in (*self._steps, last)]
 
 
 class DeadlineError(PredictError):

@@ -78,17 +78,12 @@ class Traces:
         }
         host, port = scope.get("server") or ("", None)
         attributes = {
-            "http.request.method": scope["method"],
-            "http.route": route,
-            "url.path": scope["path"],
-            "url.scheme": scope.get("scheme", "http"),
+            "http.request.method": scope["method"], "http.route": route, "url.path": scope["path"],
+            "url.scheme": scope.get("scheme", "http"), "server.address": host, "server.port": port,
             "network.protocol.version": scope.get("http_version", "1.1"),
-            "server.address": host,
-        }
-        if port is not None:
-            attributes["server.port"] = port
-        if "user-agent" in headers:
-            attributes["user_agent.original"] = headers["user-agent"][:200]
+            "user_agent.original": headers.get("user-agent", "")[:200] or None,
+        }  # fmt: skip
+        attributes = {name: value for name, value in attributes.items() if value is not None}
         span = self.tracer.start_span(
             f"{scope['method']} {route}", self._contexts.extract(headers), self.api.SpanKind.SERVER, attributes
         )
@@ -162,15 +157,12 @@ class Trace:
         if status >= 500:
             span.set_status(self._traces.api.StatusCode.ERROR)
         if request is not None and self.recording:
-            attributes: dict[str, Any] = {
-                "flodl.texts": request.texts,
-                "flodl.windows": request.windows,
-                "flodl.dropped_tokens": request.dropped,
-            }
-            attributes["gen_ai.usage.input_tokens"] = request.tokens
+            span.set_attributes({
+                "flodl.texts": request.texts, "flodl.windows": request.windows, "flodl.dropped_tokens": request.dropped,
+                "gen_ai.usage.input_tokens": request.tokens,
+            })  # fmt: skip
             if request.model:
-                attributes["gen_ai.request.model"] = request.model
+                span.set_attribute("gen_ai.request.model", request.model)
             if "embed" in request.route.path:
-                attributes["gen_ai.operation.name"] = "embeddings"
-            span.set_attributes(attributes)
+                span.set_attribute("gen_ai.operation.name", "embeddings")
         span.end()
