@@ -44,7 +44,7 @@ from flodl_hf.inference.options import RunOptions
 from flodl_hf.inference.token_table import TokenTable
 from flodl_hf.parity.cell import Cell, settings_of
 from flodl_hf.parity.reference import load_reference, make_checkpoint
-from flodl_hf.serving.throughput import measure_peak, operations_of_token
+from flodl_hf.serving.tasks import measure_peak, operations_of_token
 
 # Tokens of a batch of theirs, padding included; what fits into a processor's caches is faster there.
 BUDGET = {"cuda": 32_768, "cpu": 1_024}

@@ -7,6 +7,7 @@ base runs once for the rows of all of them, without merged weights (`flodl_hf.mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -121,7 +122,11 @@ def mix_adapters(
         base = opened(name, head, members[0]["folder"])
         base.set_adapter(None)
         _share(base, [adapted[one["name"]] for one in members])
-        able = {one["name"]: adapted[one["name"]] for one in members if _mixes(base, adapted[one["name"]])}
+        able = {}
+        for one in members:
+            with suppress(PredictError):
+                MixedAdapters(base, {"one": adapted[one["name"]]})
+                able[one["name"]] = adapted[one["name"]]
         names = list(able)
         for first in range(0, len(names), MAX_MIXED_ADAPTERS):
             part = names[first : first + MAX_MIXED_ADAPTERS]
@@ -129,11 +134,3 @@ def mix_adapters(
                 together = MixedAdapters(base, {each: able[each] for each in part})
                 found |= {each: (together, number) for number, each in enumerate(part)}
     return found
-
-
-def _mixes(base: Any, model: Any) -> bool:
-    try:
-        MixedAdapters(base, {"one": model})
-    except PredictError:
-        return False
-    return True

@@ -33,7 +33,6 @@ from flodl_hf.inference.options import RunOptions
 from flodl_hf.inference.token_table import TokenTable
 from flodl_hf.serving.adapter_models import MixedAdapters
 from flodl_hf.serving.request import AwaitedResults, WorkerRequest
-from flodl_hf.serving.throughput import TokenRate
 
 # Batches that are started on an accelerator before the first one finishes: it never idles, and the order is decided
 # late.
@@ -47,6 +46,37 @@ QUANTUM = 512
 MIN_DIRECT_THREADS, DIRECT_THREADS_PER_LINK = 4, 2
 # Number of requests of its key that a request of high priority overtakes, and that overtake one of low priority.
 PRIORITY_SHIFT = 1000
+
+
+class TokenRate:
+    """Tokens per second of a device at full load.
+
+    A small batch takes nearly as long as a larger one, so it counts only if it was faster than the known rate, or if no
+    larger batch was possible.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def now(self) -> float:
+        """Tokens per second; 0 before the first batch."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    def ran(self, tokens: int, seconds: float, *, full: bool) -> None:
+        """Add a batch.
+
+        Args:
+            tokens: its tokens.
+            seconds: its time on the device.
+            full: whether no larger batch was possible.
+        """
+        faster = tokens > self.now * seconds
+        if seconds > 0 and (full or faster):
+            # A rate that is too low would refuse requests for which there is capacity.
+            keep = 0.5 if faster else 0.9
+            self._tokens = keep * self._tokens + tokens
+            self._seconds = keep * self._seconds + seconds
 
 
 @dataclass(eq=False)
@@ -66,15 +96,11 @@ class _QueuedRows:
     @property
     def tag(self) -> float:
         """Progress of the request's flow, by which rows are ordered."""
-        return self.start + self._ran
+        return self.start + self.ran
 
     @property
-    def waiting(self) -> int:
-        """Number of tokens that have not run."""
-        return int(self.ends[-1]) - self._ran
-
-    @property
-    def _ran(self) -> int:
+    def ran(self) -> int:
+        """Number of tokens that are in batches."""
         return int(self.ends[self.at - 1]) if self.at else 0
 
     def take(self, room: int, tag: float) -> int:
@@ -82,12 +108,12 @@ class _QueuedRows:
 
         Takes at least one row, and a quantum if there is room.
         """
-        before = self._ran
+        before = self.ran
         fit, turn, turns = np.searchsorted(
             self.ends, (before + room, tag - self.start, before + QUANTUM), side="right"
         ).tolist()
         self.at = max(self.at + 1, min(fit, max(turn + 1, turns), len(self.ends)))
-        return self._ran - before
+        return self.ran - before
 
 
 @dataclass(eq=False, slots=True)
@@ -97,6 +123,18 @@ class _BatchRows:
     sent: _QueuedRows
     first: int
     last: int
+
+    def finish(self, fault: Exception | None = None) -> None:
+        """Mark the results of the rows as delivered, or as failed."""
+        pending, timeline = self.sent.pending, self.sent.request.timeline
+        if fault is not None:
+            pending.faults.append(fault)
+        else:
+            pending.left -= self.last - self.first
+            if timeline is not None:
+                timeline.ran()
+        if fault is not None or not pending.left:
+            pending.complete()
 
 
 class Batcher:
@@ -173,7 +211,7 @@ class Batcher:
         request.rows += len(table)
         request.tokens += int(ends[-1])
         self._models[id(model), options] = (model, options)
-        if self._claimed(int(ends[-1])):
+        if self._direct and self._claimed(int(ends[-1])):
             rows = _QueuedRows(request, table, places, pending, ends, 0.0)
             self._start((id(model), options, work), [_BatchRows(rows, 0, len(ends))], direct=True)
             self._started()
@@ -195,16 +233,13 @@ class Batcher:
 
     def _claimed(self, tokens: int) -> bool:
         """Return whether this thread may start rows itself; if so, nothing else is started until it has."""
-        if not self._direct or tokens > min(MAX_DIRECT_TOKENS, self.max_tokens):
-            return False
         caller = get_ident()
         with self._changed:
-            if self._starting or self._unfinished or self._waiting:
+            if self._starting or self._unfinished or self._waiting or tokens > min(MAX_DIRECT_TOKENS, self.max_tokens):
                 return False
-            if caller not in self._callers:
-                if len(self._callers) >= self._most_callers:
-                    return False
-                self._callers.add(caller)
+            if caller not in self._callers and len(self._callers) >= self._most_callers:
+                return False
+            self._callers.add(caller)
             self._starting = True
             return True
 
@@ -231,12 +266,14 @@ class Batcher:
     def _next(self) -> tuple[Any, list[_BatchRows]]:
         """Return the work and the rows of the next batch."""
         with self._changed:
-            while self._starting or not self._waits():
+            self._drop_cancelled()
+            while self._starting or not self._waiting:
                 self._changed.wait()
+                self._drop_cancelled()
             self._starting = True
             work, group = min(self._waiting.items(), key=lambda waiting: min(map(self._turn, waiting[1].items())))
             room, taken = self.max_tokens, dict[_QueuedRows, _BatchRows]()
-            while room > 0 and self._cleaned(group):
+            while room > 0 and self._has_live(group):
                 key, heap = min(group.items(), key=self._turn)
                 tag, number, sent = heap[0]
                 if taken and int(sent.table.lengths[sent.at]) > room:
@@ -263,28 +300,19 @@ class Batcher:
         key, heap = waiting
         return (self._had[key], *heap[0][:2])
 
-    def _waits(self) -> bool:
-        """Remove cancelled rows, and return whether others wait."""
-        for work, group in list(self._waiting.items()):
-            if not self._cleaned(group):
-                del self._waiting[work]
-        return bool(self._waiting)
+    def _drop_cancelled(self) -> None:
+        self._waiting = {work: group for work, group in self._waiting.items() if self._has_live(group)}
 
-    def _cleaned(self, group: dict[str, list[Any]]) -> bool:
+    def _has_live(self, group: dict[str, list[Any]]) -> bool:
+        """Remove the rows of cancelled requests, and return whether others wait."""
         for key, heap in list(group.items()):
-            while heap and self._left(heap[0][2]):
+            while heap and ((sent := heap[0][2]).request.over or sent.pending.faults):
                 heappop(heap)
+                self._active[key] -= 1
+                self.queued_tokens -= int(sent.ends[-1]) - sent.ran
             if not heap:
                 del group[key]
         return bool(group)
-
-    def _left(self, sent: _QueuedRows) -> bool:
-        """Return whether a request was cancelled, and if so remove its rows."""
-        if not sent.request.over and not sent.pending.faults:
-            return False
-        self._active[sent.request.key] -= 1
-        self.queued_tokens -= sent.waiting
-        return True
 
     def _run(self) -> None:
         while True:
@@ -297,7 +325,9 @@ class Batcher:
         started = time.perf_counter()
         try:
             table, places = _joined(taken)
-            _note(taken, table, started)
+            for rows in taken:
+                if rows.sent.request.timeline is not None:
+                    rows.sent.request.timeline.taken(started, len(table), int(table.lengths.sum()))
             found = self._engine(key[:2]).start(table, key[2], places)
             if direct:
                 taken[0].sent.request.read_on()
@@ -313,7 +343,7 @@ class Batcher:
                 for rows in taken:
                     self._start(key, [rows])
                 return
-            self._failed(taken, fault)
+            taken[0].finish(fault)
         else:
             self._count(table, started)
 
@@ -323,7 +353,8 @@ class Batcher:
             try:
                 _distribute(taken, found)
             except Exception as fault:
-                self._failed(taken, fault)
+                for rows in taken:
+                    rows.finish(fault)
             else:
                 self._count(table, started)
             with self._changed:
@@ -335,11 +366,6 @@ class Batcher:
         tokens, seconds = int(table.lengths.sum()), self._ended - began
         self._ran.append((len(table), tokens, seconds))
         self.pace.ran(tokens, seconds, full=2 * tokens >= self.max_tokens or len(self._waiting) > 1)
-
-    def _failed(self, taken: list[_BatchRows], fault: Exception) -> None:
-        for rows in taken:
-            rows.sent.pending.faults.append(fault)
-            rows.sent.pending.complete()
 
 
 def _joined(taken: list[_BatchRows]) -> tuple[TokenTable, Sequence[Sequence[int]] | None]:
@@ -369,20 +395,13 @@ def _joined(taken: list[_BatchRows]) -> tuple[TokenTable, Sequence[Sequence[int]
     return found, places
 
 
-def _note(taken: list[_BatchRows], table: TokenTable, started: float) -> None:
-    """Record the batch in the timelines of traced requests."""
-    for part in taken:
-        if part.sent.request.timeline is not None:
-            part.sent.request.timeline.taken(started, len(table), int(table.lengths.sum()))
-
-
 def _distribute(taken: list[_BatchRows], results: Pending) -> None:
     """Assign results to their calls."""
     if len(taken) == 1:
         (part,) = taken
         for rows, sizes, values in results.parts():
             part.sent.pending.add(rows + part.first, sizes, torch.from_numpy(values), None)
-        _delivered(part)
+        part.finish()
         return
     counts = [part.last - part.first for part in taken]
     owner = np.repeat(np.arange(len(taken)), counts)
@@ -400,14 +419,4 @@ def _distribute(taken: list[_BatchRows], results: Pending) -> None:
             if a < b:
                 part.sent.pending.add(places[a:b], sizes[a:b], torch.from_numpy(values[ends[a] : ends[b]]), None)
     for part in taken:
-        _delivered(part)
-
-
-def _delivered(part: _BatchRows) -> None:
-    """Mark results of rows as delivered."""
-    sent = part.sent
-    if sent.request.timeline is not None:
-        sent.request.timeline.ran()
-    sent.pending.left -= part.last - part.first
-    if not sent.pending.left:
-        sent.pending.complete()
+        part.finish()

@@ -310,8 +310,9 @@ class _Methods:
             return [(one["index"], one["relevance_score"]) for one in _read_results(response)]
 
         def join(parts: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
-            starts = accumulate(map(len, parts), initial=0)
-            found = [(start + index, score) for start, part in zip(starts, parts, strict=False) for index, score in part]
+            found = []
+            for start, part in zip(accumulate(map(len, parts), initial=0), parts, strict=False):
+                found += [(start + index, score) for index, score in part]
             return sorted(found, key=lambda one: -one[1])[:top_k]
 
         return self._run(Query("v2/rerank", body, read, items="documents", join=join))

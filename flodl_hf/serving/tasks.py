@@ -5,6 +5,8 @@ Results agree with ``predict``, ``embed`` and the other methods. Routes select t
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +17,6 @@ from flodl_hf.checkpoints.sentence.recipe import recipe_on
 from flodl_hf.errors import PredictError, TextTooLongError, TokenizerError
 from flodl_hf.families.schema.tasks import HEADS, task_named
 from flodl_hf.serving.request import WorkerRequest
-from flodl_hf.serving.throughput import operations_of_token
 
 Done = tuple[Any, list[np.ndarray]]
 """JSON types, and arrays in addition to them."""
@@ -56,7 +57,10 @@ def _limit(model: Any) -> int | None:
 
 def _embed(model: Any, items: list[Any], options: Mapping[str, Any], request: WorkerRequest) -> Done:
     """Return vectors of texts and of rows of ids; with a prompt, ids are decoded to text, as in TEI."""
-    options = _for_kind(model, options)
+    from flodl_hf.heads.vectors import keywords_for
+
+    if (kind := options.get("kind")) is not None:
+        options = keywords_for(kind, model, options)  # prompt and route of queries or documents
     size = options.get("dimensions")
     width = _width(model, options.get("route"))
     if size is not None and size > width:
@@ -64,7 +68,10 @@ def _embed(model: Any, items: list[Any], options: Mapping[str, Any], request: Wo
     given = {"truncate_dim": size, "normalize": options.get("normalize")} | _given(options, "route", "task")
     prompt = options.get("prompt")
     places = [place for place, item in enumerate(items) if isinstance(item, list)]
-    _check_ids(model.on_route(options.get("route")), [items[place] for place in places], places)
+    words = model.on_route(options.get("route")).config.encoder.vocab_size
+    for place in places:
+        if not items[place] or min(items[place]) < 0 or max(items[place]) >= words:
+            raise TokenizerError(f"input {place}: expected ids from 0 to {words - 1}, at least one")
     if prompt and places:
         decode = partial(model.tokenizer.decode, skip_special_tokens=True)
         items, places = [item if isinstance(item, str) else decode(item) for item in items], []
@@ -78,22 +85,6 @@ def _embed(model: Any, items: list[Any], options: Mapping[str, Any], request: Wo
         return {}, found
     order = np.argsort([*(place for place, item in enumerate(items) if isinstance(item, str)), *places])
     return {}, [np.concatenate(found)[order]]
-
-
-def _for_kind(model: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return options with the prompt and route of queries or documents, if the request has an input type."""
-    from flodl_hf.heads.vectors import keywords_for
-
-    if (kind := options.get("kind")) is None:
-        return options
-    return keywords_for(kind, model, options)
-
-
-def _check_ids(model: Any, rows: list[list[int]], places: list[int]) -> None:
-    words = model.config.encoder.vocab_size
-    for place, row in zip(places, rows, strict=True):
-        if not row or min(row) < 0 or max(row) >= words:
-            raise TokenizerError(f"input {place}: expected ids from 0 to {words - 1}, at least one")
 
 
 def _embed_ids(
@@ -423,3 +414,60 @@ def warm_items(model: Any) -> tuple[str, list[Any]]:
     if model.head == "base" and model.sentence_recipe is not None and model.sentence_recipe.usual_route is None:
         return "embed" if not model.sentence_recipe.routes else "embed_all", texts
     return {"base": "embed", "token_classification": "entities"}.get(model.head, "classify"), texts
+
+
+# ---- speed of the device --------------------------------------------------------------------------------
+
+# Large enough to occupy the device, small enough to finish quickly.
+CUDA_SIZE, CPU_SIZE = 4096, 512
+REPEATS = 5
+
+
+def measure_peak(device: Any, dtype: Any) -> float:
+    """Return the operations per second of a matrix product, the best of several runs; multiply and add count as two.
+
+    Args:
+        device: the device.
+        dtype: type of the matrices.
+    """
+    import torch
+
+    cuda = device.type == "cuda"
+    size, times = (CUDA_SIZE, 10) if cuda else (CPU_SIZE, 1)
+    wait = torch.cuda.synchronize if cuda else (lambda: None)
+    best = math.inf
+    with torch.inference_mode():
+        matrix = torch.ones(size, size, device=device, dtype=dtype)
+        product = torch.empty_like(matrix)
+        ways: list[Callable[[], Any]] = [lambda: torch.mm(matrix, matrix, out=product)]
+        if device.type == "cpu":
+            from flodl_hf.nn.backends.cpu import OneDnnLinear, has_onednn
+
+            # On other processors than Intel's, torch's product reaches about half of oneDNN's speed.
+            if has_onednn(dtype):
+                linear = OneDnnLinear(matrix, None, at_once=True)
+                ways.append(lambda: linear(matrix))
+        for way in ways * REPEATS:
+            wait()
+            started = time.perf_counter()
+            for _ in range(times):
+                way()
+            wait()
+            best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 * times / best
+
+
+def operations_of_token(model: Any) -> int:
+    """Return the operations of an encoder's projections for one token, without attention."""
+    from torch import nn
+
+    from flodl_hf.nn.layers import EncoderLayer
+
+    def weights(module: Any) -> int:
+        return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+
+    encoder = model.graph.get_submodule("encoder")
+    layers = [part for part in encoder.modules() if isinstance(part, EncoderLayer)]
+    # Layers with shared weights are one module, called once for each layer of the configuration.
+    again = model.config.num_layers / len(layers) - 1 if layers else 0
+    return round(weights(encoder) + again * sum(map(weights, layers))) * 2

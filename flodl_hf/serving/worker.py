@@ -27,11 +27,10 @@ import numpy as np
 from flodl.errors import FlodlError
 from flodl_hf.errors import TextTooLongError, TokenizerError
 from flodl_hf.serving.adapter_models import MixedAdapters, mix_adapters, open_adapters
-from flodl_hf.serving.batching import Batcher
+from flodl_hf.serving.batching import Batcher, TokenRate
 from flodl_hf.serving.request import DeadlineError, GivenUpError, Timeline, Turns, WorkerRequest
 from flodl_hf.serving.settings import freeze_gc
-from flodl_hf.serving.tasks import TASKS, check_head, describe, warm_items
-from flodl_hf.serving.throughput import TokenRate, measure_peak
+from flodl_hf.serving.tasks import TASKS, check_head, describe, measure_peak, warm_items
 from flodl_hf.workers.messages import Stream, pack_message, receive_socket
 
 # One window for all texts of a request: rows are sorted by the batcher, together with other requests.
@@ -48,24 +47,17 @@ LONG_CHARACTERS = 65_536
 # A single request with at most this many characters is tokenized and started on the device, in about a millisecond,
 # before another thread reads the next request.
 SHORT_CHARACTERS = 2048
-# Requests of at most this many characters are answered together, if they wait at the same time and have the same
-# model, task, options, key and priority: the interpreter needs over a millisecond for a call, and little for each
-# further text.
-# Each text of these tasks has its own result.
+# Requests of these tasks, of which each text has its own result, with at most this many characters are answered
+# together, if they wait at the same time and have the same model, task, options, key and priority: the interpreter
+# needs over a millisecond for a call, and little for each further text.
+JOINED_TASKS = ("embed", "embed_sparse", "classify", "entities", "answer", "fill_mask")
 JOINED_CHARACTERS, MAX_JOINED = 1024, 64
 # Options come from clients, so they select one of this number of turns of a model, task, key and priority.
 VARIANTS = 16
-JOINED_TASKS = ("embed", "embed_sparse", "classify", "entities", "answer", "fill_mask")
-# Options of warm-up requests: long texts are read in windows.
-_WHOLE = {"windows": True}
 _KINDS = {
-    DeadlineError: "deadline",
-    GivenUpError: "given_up",
-    TextTooLongError: "long",
-    TokenizerError: "tokenizer",
+    DeadlineError: "deadline", GivenUpError: "given_up", TextTooLongError: "long", TokenizerError: "tokenizer",
     FlodlError: "refused",
-}
-
+}  # fmt: skip
 
 _Received = tuple[Stream, dict[str, Any], WorkerRequest]
 _Answer = tuple[dict[str, Any], list[np.ndarray]]
@@ -117,10 +109,14 @@ class Worker:
             check_head(name, model.head)
             if model.tokenizer is None:
                 model._ready("serve")
-            task, items = warm_items(model)
             for count in (1, 8) if not self.cuda else (1, 1, 1, 8, 64, 64, 64):
-                sample = items[:1] if count == 1 else items * count
-                self.answer({"model": name, "task": task, "items": sample, "options": _WHOLE}, WorkerRequest())
+                self._run_sample(name, count)
+
+    def _run_sample(self, name: str, count: int) -> None:
+        """Run a request with long and short texts, or with one text."""
+        task, items = warm_items(self.models[name])
+        sample = items[:1] if count == 1 else items * count
+        self.answer({"model": name, "task": task, "items": sample, "options": {"windows": True}}, WorkerRequest())
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return information about a model; for an adapter also its base and the adapters that share its batches."""
@@ -130,33 +126,28 @@ class Worker:
             found["together"] = list(self.together[name][0].names) if name in self.together else []
         return found
 
-    def peak(self) -> float:
-        """Return the peak operations per second of the device, in the dtype of the models' computation."""
+    def measure(self) -> dict[str, Any]:
+        """Return the speed of the device with warm models, and whether it has room for another worker.
+
+        ``peak``: operations per second in the dtype of the models' computation; ``rate``: tokens per second; ``room``:
+        whether it is a GPU with memory for two more processes like this one.
+        """
+        import torch
+
         from flodl_hf.inference.options import dtype_of
 
         precision: Any = self.precision
-        return measure_peak(self.device, dtype_of(precision) or next(iter(self.models.values())).dtype)
-
-    def pace(self) -> float:
-        """Return the tokens per second of the device, measured with a warm model."""
+        peak = measure_peak(self.device, dtype_of(precision) or next(iter(self.models.values())).dtype)
+        room = False
         if self.cuda:
             # One-time initialization on a GPU takes seconds and must not be counted.
             self.batcher.pace = TokenRate()
-            name, model = next(iter(self.models.items()))
-            task, items = warm_items(model)
             for _ in range(2):
-                self.answer({"model": name, "task": task, "items": items * 64, "options": _WHOLE}, WorkerRequest())
-        return self.batcher.pace.now
-
-    def has_room(self) -> bool:
-        """Return whether the device is a GPU with memory for two more processes like this one."""
-        import torch
-
-        if not self.cuda:
-            return False
-        free, whole = torch.cuda.mem_get_info(self.device)
-        mine = torch.cuda.memory_reserved(self.device) + CONTEXT
-        return free > 2 * mine and 4 * mine < whole
+                self._run_sample(next(iter(self.models)), 64)
+            free, whole = torch.cuda.mem_get_info(self.device)
+            mine = torch.cuda.memory_reserved(self.device) + CONTEXT
+            room = free > 2 * mine and 4 * mine < whole
+        return {"peak": peak, "rate": self.batcher.pace.now, "room": room}
 
     def answer(self, message: dict[str, Any], request: WorkerRequest) -> tuple[Any, list[np.ndarray]]:
         """Return the result of a request."""
@@ -316,10 +307,8 @@ class _Requests:
             part = slice(start, start + count)
             request.tokens, request.rows = sizes
             request.waited_s, request.tokenized_s = joined.waited_s, joined.tokenized_s
-            if request.gone:
-                answers.append(self._answer({}, request))
-                continue
-            answers.append(({"data": data[part] if isinstance(data, list) else data}, [one[part] for one in arrays]))
+            reply = {"data": data[part] if isinstance(data, list) else data}
+            answers.append(self._answer({}, request) if request.gone else (reply, [one[part] for one in arrays]))
         return answers
 
     def _packed_reply(
@@ -436,14 +425,11 @@ def serve(stream: Stream, fd_channel: int | None = None) -> None:
     given = received[0]
     # Warnings go to the log of the HTTP process, without a file name.
     warnings.showwarning = lambda message, *_, **__: stream.write({"warned": str(message)})
-    started = time.perf_counter()
     worker = Worker(given)
     worker.warm()
-    infos = {name: worker.describe(name) for name in worker.models}
     ready = {
-        "ready": infos, "device": str(worker.device), "warm_s": time.perf_counter() - started,
-        "max_batch_tokens": worker.max_tokens, "peak": worker.peak(), "rate": worker.pace(),
-        "room": worker.has_room(), "pid": os.getpid(),
+        "ready": {name: worker.describe(name) for name in worker.models}, "device": str(worker.device),
+        "max_batch_tokens": worker.max_tokens, "pid": os.getpid(), **worker.measure(),
     }  # fmt: skip
     worker.batcher.drained()
     # The thread that starts batches needs the interpreter often and briefly.

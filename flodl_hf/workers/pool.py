@@ -69,14 +69,15 @@ class Worker:
             number = next(self._numbers)
             self._futures[number] = future
             self.load += size
-        future.add_done_callback(lambda _: self._less(size))
+
+        def done(_: Any) -> None:
+            with self._lock:
+                self.load -= size
+
+        future.add_done_callback(done)
         # The listener reports a process that has ended.
         self.send({**message, "id": number}, arrays)
         return future
-
-    def _less(self, size: int) -> None:
-        with self._lock:
-            self.load -= size
 
     def _listen(self) -> None:
         end = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import os
 import signal
@@ -45,6 +44,9 @@ class Process:
     Attributes:
         socket: the connection.
         fd_channel: socket over which open sockets are sent, or None.
+        pid: the process id.
+        poll: returns the exit status, or None if the process runs.
+        kill: kills the process.
         reason: its last message before it ended; "" if there is none.
     """
 
@@ -69,6 +71,7 @@ class Process:
             [sys.executable, "-c", code], pass_fds=given, stdin=subprocess.DEVNULL, process_group=0,
             env={**os.environ, **(env or {})},
         )  # fmt: skip
+        self.pid, self.poll, self.kill = self._popen.pid, self._popen.poll, self._popen.kill
         for _, theirs in pairs:
             theirs.close()
         self.socket = pairs[0][0]
@@ -76,35 +79,24 @@ class Process:
         if self.fd_channel is not None:
             self.fd_channel.setblocking(False)
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._popen.pid
-
-    def poll(self) -> int | None:
-        """Return the exit status, or None if the process runs."""
-        return self._popen.poll()
-
-    def kill(self) -> None:
-        """Kill the process."""
-        self._popen.kill()
-
     def wait(self, within_s: float = END_S) -> int:
         """Wait for the end of the process and return its exit status; kill it after a timeout."""
         try:
             return self._popen.wait(within_s)
         except subprocess.TimeoutExpired:
-            self._popen.kill()
+            self.kill()
             return self._popen.wait()
 
     async def reaped(self, within_s: float = END_S) -> int:
         """Return the result of `wait` without blocking the event loop."""
+        import asyncio  # a child process starts its device before it imports this
+
         if self.fd_channel is not None:
             self.fd_channel.close()
         until = asyncio.get_running_loop().time() + within_s
-        while (status := self._popen.poll()) is None:
+        while (status := self.poll()) is None:
             if asyncio.get_running_loop().time() > until:
-                self._popen.kill()
+                self.kill()
             await asyncio.sleep(LOOK_S)
         return status
 

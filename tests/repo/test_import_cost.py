@@ -185,7 +185,7 @@ if {worker!r}:
     from flodl_hf.serving.worker import Worker
     worker = Worker(settings.for_worker("cpu"))
     worker.warm()
-    print(worker.describe("m")["head"], worker.peak() > 0)
+    print(worker.describe("m")["head"], worker.measure()["peak"] > 0)
 else:
     from flodl_hf.serving.app import create_app
     from flodl_hf.serving import http_process, running

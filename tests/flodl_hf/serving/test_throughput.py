@@ -9,7 +9,8 @@ import torch
 from flodl_hf.checkpoints.config.model_config import ModelConfig
 from flodl_hf.heads.auto import head_named
 from flodl_hf.nn.backends import cpu
-from flodl_hf.serving.throughput import TokenRate, measure_peak, operations_of_token
+from flodl_hf.serving.batching import TokenRate
+from flodl_hf.serving.tasks import measure_peak, operations_of_token
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64,
