@@ -17,7 +17,6 @@ import torch
 from flodl.errors import ConfigError, FlodlError, capped
 from flodl_hf.errors import PredictError
 from flodl_hf.inference.batch import Pending, Work
-from flodl_hf.inference.inputs import Encoded
 from flodl_hf.inference.token_table import TokenTable
 
 MAX_MIXED_ADAPTERS = 16
@@ -95,7 +94,7 @@ class MixedAdapters:
         assert places is not None
         numbers = np.fromiter((number for (number,) in places), np.int64, len(places))
         rows = replace(table, owners=np.arange(len(table)))
-        return self._mixed.start(Encoded(rows, len(rows)), work, numbers)
+        return self._mixed.start(numbers, None, None, rows, work, None)
 
 
 def mix_adapters(

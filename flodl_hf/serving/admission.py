@@ -18,7 +18,8 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -85,7 +86,10 @@ class SharedCounters:
     Attributes:
         places: index of each key.
         closed: number of closed connections of each process.
+        calm: time at which the queue was short for the last time, by ``time.monotonic``, which all processes of a host
+            share; one number.
         full_at: time at which the token bucket of each key is full, by ``time.monotonic``.
+        lock: returns a cross-process lock.
     """
 
     def __init__(
@@ -100,9 +104,10 @@ class SharedCounters:
         self._inside, self._tokens, self.closed = self._rows[:3]
         self._of_key, self._tokens_of_key = self._rows[3 : 3 + len(keys)], self._rows[3 + len(keys) :]
         times = memory.cast("d")[len(self._rows) * processes :]
-        self._calm, self.full_at = times[:1], times[1:]
+        self.calm, self.full_at = times[:1], times[1:]
+        self.lock = nullcontext if descriptor is None else partial(process_lock, descriptor)
         if descriptor is None:
-            self.calm = time.monotonic()
+            self.calm[0] = time.monotonic()
 
     @property
     def inside(self) -> int:
@@ -113,15 +118,6 @@ class SharedCounters:
     def tokens(self) -> int:
         """Estimated tokens of the current requests."""
         return sum(self._tokens)
-
-    @property
-    def calm(self) -> float:
-        """When the queue was short for the last time, by ``time.monotonic``, which all processes of a host share."""
-        return self._calm[0]
-
-    @calm.setter
-    def calm(self, now: float) -> None:
-        self._calm[0] = now
 
     def of_key(self, key: str) -> int:
         """Return the number of current requests of a key."""
@@ -146,10 +142,6 @@ class SharedCounters:
             # Processors may reorder a read before an earlier write, but not across a lock instruction.
             with self._fence:
                 pass
-
-    def exclusive_lock(self) -> AbstractContextManager[None]:
-        """Return a cross-process lock."""
-        return nullcontext() if self._descriptor is None else process_lock(self._descriptor)
 
     def close(self) -> None:
         """Count a closed connection of this process."""
@@ -225,8 +217,8 @@ class Admission:
         settings, counters = self.settings, self.counters
         short = max(settings.max_wait_s, BUSY_BATCHES * self.full / self.rate if self.rate else 0.0)
         if self.wait_s < LOAD_THRESHOLD * short:
-            counters.calm = now
-        stays = now - counters.calm > OVERLOAD_GRACE_S and counters.inside >= MIN_QUEUE
+            counters.calm[0] = now
+        stays = now - counters.calm[0] > OVERLOAD_GRACE_S and counters.inside >= MIN_QUEUE
         return min(short, settings.max_queue_s) if stays else settings.max_queue_s
 
     def admit(self, key: str, tokens: int, left_s: float = math.inf) -> _Inside:
@@ -244,7 +236,7 @@ class Admission:
         if counters.inside:
             wait, longest = self.wait_of(key, tokens), self.longest_wait(time.monotonic())
         else:
-            counters.calm = time.monotonic()
+            counters.calm[0] = time.monotonic()
         # Counted before the check: of simultaneous requests in several processes, each is visible to the other or sees
         # it, so that together they never exceed a limit.
         self.count(key, 1, tokens)
@@ -257,7 +249,7 @@ class Admission:
             if wait > longest or wait > left_s > 0:
                 raise self._refused(f"the queue takes {wait:.1f} s")
             if settings.max_key_tokens is not None:
-                with counters.exclusive_lock():
+                with counters.lock():
                     self._take_from_token_bucket(key, tokens, settings.max_key_tokens)
         except RefusedError:
             self.count(key, -1, -tokens)
@@ -268,7 +260,7 @@ class Admission:
         """Update the counters when requests start or end."""
         self.counters.count(key, requests, tokens)
         if requests < 0 and not self.counters.inside:
-            self.counters.calm = time.monotonic()
+            self.counters.calm[0] = time.monotonic()
 
     def _take_from_token_bucket(self, key: str, tokens: int, most: int) -> None:
         """Take tokens from the key's per-minute token bucket."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +33,6 @@ from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.workers import Processes
 from flodl_hf.workers.messages import as_json
 
-LOG = logging.getLogger("flodl_hf.serving")
 _CSP = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "frame-ancestors 'none'"
@@ -269,23 +267,6 @@ def _info(state: AppState) -> dict[str, Any]:
         "devices": list(settings.devices),
         "workers": [worker.info["device"] for worker in state.workers.active],
     }
-
-
-async def reload_on(processes: Processes, event: asyncio.Event) -> None:
-    """Reload all models whenever an event is set.
-
-    Args:
-        processes: the worker processes.
-        event: the event.
-    """
-    while True:
-        await event.wait()
-        event.clear()
-        try:
-            await processes.reload()
-            LOG.info("reloaded")
-        except Exception:
-            LOG.exception("reload failed; the previous models remain in use")
 
 
 def openapi(routes: Sequence[Route], pages: Sequence[tuple[str, str, bool]], *, keys: bool) -> dict[str, Any]:

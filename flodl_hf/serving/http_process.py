@@ -40,15 +40,18 @@ class _HttpProcess:
     def __init__(self, fd_channel: socket.socket, memory: int) -> None:
         self._fd_channel, self._memory = fd_channel, memory
         fd_channel.setblocking(False)
-        self._given: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._number: int
+        self._counters: SharedCounters
+        self._state: AppState
         self._link: Link
         self._server: HttpServer
         self._workers: dict[int, Worker] = {}
         self._ends: dict[int, socket.socket] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._using = asyncio.Lock()
-        self._made, self._used = asyncio.Event(), asyncio.Event()
-        self._scrapes: list[asyncio.Future[dict[str, Any]]] = []
+        self._used = asyncio.Event()
+        self._scrape: asyncio.Future[dict[str, Any]] | None = None
         self._answers = 0
 
     async def run(self, own: socket.socket) -> None:
@@ -62,19 +65,13 @@ class _HttpProcess:
         await asyncio.wait((self._given, link.closed), return_when=asyncio.FIRST_COMPLETED)
         if not self._given.done():
             return
-        given = self._given.result()
-        settings, self._number = Settings.from_dict(given["settings"]), given["number"]
-        keys = key_ids(settings.api_keys)
-        self._counters = SharedCounters(keys, settings.http_processes, self._number, self._memory)
-        self._state = AppState(settings, self._counters, self._collect_metrics)
-        self._made.set()
         # The parent handles Ctrl-C and reloads. After a SIGTERM to this process alone, the parent first stops sending
         # connections, then requests the stop.
         calls = {
             signal.SIGTERM: lambda: link.send({"leaving": True}), signal.SIGINT: lambda: None,
             signal.SIGHUP: lambda: None,
         }  # fmt: skip
-        self._server = HttpServer(make_app(self._state, None), settings, calls, self._counters.close)
+        self._server = HttpServer(make_app(self._state, None), self._state.settings, calls, self._counters.close)
         serving = await self._server.begin([])
         loop.add_reader(self._fd_channel.fileno(), self._receive_sockets)
         start_task(self._ready(), self._tasks)
@@ -96,17 +93,18 @@ class _HttpProcess:
     def _on_message(self, message: dict[str, Any]) -> None:
         """Handle a message of the parent."""
         if "settings" in message:
-            self._given.set_result(message)
+            settings, self._number = Settings.from_dict(message["settings"]), message["number"]
+            keys = key_ids(settings.api_keys)
+            self._counters = SharedCounters(keys, settings.http_processes, self._number, self._memory)
+            self._state = AppState(settings, self._counters, self._collect_metrics)
+            self._given.set_result(None)
         if "workers" in message:
-            if self._made.is_set():
-                # Immediately, so that `/metrics` agrees with the parent in every process.
-                self._state.workers.restarts = message["restarts"]
+            # Immediately, so that `/metrics` agrees with the parent in every process.
+            self._state.workers.restarts = message["restarts"]
             start_task(self._use(message["workers"], message["restarts"]), self._tasks)
-        if "of" in message:
-            answered, self._scrapes = self._scrapes, []
-            for one in answered:
-                if not one.done():
-                    one.set_result(message)
+        if "of" in message and self._scrape is not None:
+            self._scrape.set_result(message)
+            self._scrape = None
         if "stop" in message:
             self._receive_sockets()  # sockets that were sent before
             asyncio.get_running_loop().remove_reader(self._fd_channel.fileno())
@@ -152,7 +150,6 @@ class _HttpProcess:
 
     async def _use(self, infos: list[dict[str, Any]], restarts: int) -> None:
         """Send requests only to these workers from now on; close others when they have answered."""
-        await self._made.wait()  # workers may be reported before the settings were processed
         async with self._using:
             here = [await self._worker(info) for info in infos]
             found = [worker for worker in here if worker is not None and not worker.link.closed.done()]
@@ -209,12 +206,12 @@ class _HttpProcess:
         Raises:
             RefusedError: the parent does not respond.
         """
-        answered = asyncio.get_running_loop().create_future()
-        self._scrapes.append(answered)
+        if self._scrape is None:
+            self._scrape = asyncio.get_running_loop().create_future()
         try:
             self._link.send({"scrape": True, **self._counted()})
             async with asyncio.timeout(COLLECT_TIMEOUT_S):
-                message = await answered
+                message = await asyncio.shield(self._scrape)
         except (OSError, TimeoutError):
             raise RefusedError("the metrics of other processes are not available. Retry.", "ended") from None
         return merged([self._state.metrics.dump(), *message["of"]]), message["here"], message["restarts"]

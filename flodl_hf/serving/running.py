@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flodl.errors import DeviceError, FlodlError
@@ -36,7 +36,7 @@ from flodl_hf.workers.process import Process as Child
 LOG = logging.getLogger("flodl_hf.serving")
 # A process that ran for MIN_UPTIME_S is replaced immediately, others after RESTART_DELAY_S.
 MIN_UPTIME_S, RESTART_DELAY_S = 30.0, 1.0
-# Connections accepted in one iteration of the loop, and the pause when no file descriptor is left.
+# Connections accepted in one iteration of the loop, and the pause when no file descriptor or no process is left.
 ACCEPT_BATCH, ACCEPT_PAUSE_S = 64, 0.2
 BACKLOG = 2048
 
@@ -127,12 +127,12 @@ class Parent:
         self._memory = shared_memory(len(keys), settings.http_processes)
         self.counters = SharedCounters(keys, settings.http_processes, 0, self._memory)
         """Counters of current requests of all processes."""
-        self.counters.calm = time.monotonic()
+        self.counters.calm[0] = time.monotonic()
         self._children: list[_HttpChild] = []
         self._past = Metrics()
         """Metrics of ended processes."""
         self._held: socket.socket
-        self._serving = self._listening = self._closing = False
+        self._listening = self._closing = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting: list[asyncio.Future[None]] = []
         self._replacing: set[asyncio.Task[Any]] = set()
@@ -170,8 +170,8 @@ class Parent:
                 reloading = asyncio.ensure_future(_reload_on(self.processes, requested))
                 listener.setblocking(False)
                 listener.listen(BACKLOG)
-                self._serving = True
-                self._listen(True)
+                self._listening = True
+                self._resume()
                 here()
                 await self._end.wait()
         finally:
@@ -200,7 +200,7 @@ class Parent:
         await asyncio.gather(*self._replacing, return_exceptions=True)
         if self._listening:
             self._accept()  # waiting clients are served
-            self._listen(False)
+            asyncio.get_running_loop().remove_reader(self._held.fileno())
         self._held.close()
         here = [one.child for one in self._children]
         for one in self._children:
@@ -235,11 +235,10 @@ class Parent:
         self._children.append(one)
         start_task(self._watch(one), self._tasks)
         with contextlib.suppress(OSError):  # it has ended, which is handled elsewhere
-            link.send({"settings": self.settings.to_dict(), "number": number})
+            link.send({"settings": asdict(self.settings), "number": number})
         self._send_workers(one)
         await one.ready
         LOG.info("http process ready", extra={"fields": {"pid": child.pid}})
-        self._listen(True)
 
     async def _watch(self, one: _HttpChild) -> None:
         """Replace a process when it ends."""
@@ -341,23 +340,22 @@ class Parent:
 
     # ---- connections -------------------------------------------------------------------------------
 
-    def _listen(self, on: bool) -> None:
-        """Start or stop accepting connections."""
-        if on == self._listening or (on and (self._closing or not self._serving)):
-            return
-        self._listening = on
+    def _pause(self) -> None:
+        """Accept no connections for a moment."""
         loop = asyncio.get_running_loop()
-        if on:
-            loop.add_reader(self._held.fileno(), self._accept)
-        else:
-            loop.remove_reader(self._held.fileno())
+        loop.remove_reader(self._held.fileno())
+        loop.call_later(ACCEPT_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if not self._closing:
+            asyncio.get_running_loop().add_reader(self._held.fileno(), self._accept)
 
     def _accept(self) -> None:
         """Send new connections to the processes with the fewest."""
         for _ in range(ACCEPT_BATCH):
             ready = [one for one in self._children if one.ready.done() and not one.leaving]
             if not ready:
-                self._listen(False)  # until there is one
+                self._pause()
                 return
             try:
                 client, _ = self._held.accept()
@@ -365,8 +363,7 @@ class Parent:
                 return
             except OSError as fault:
                 LOG.error("connection not accepted", extra={"fields": {"fault": str(fault)}})
-                self._listen(False)
-                asyncio.get_running_loop().call_later(ACCEPT_PAUSE_S, self._listen, True)
+                self._pause()
                 return
             with client:
                 with contextlib.suppress(OSError):

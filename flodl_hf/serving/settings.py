@@ -120,16 +120,12 @@ class Settings:
                 problems=wrong,
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON types."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Settings:
-        """Return the settings that `to_dict` returned in another process.
+        """Return the settings of another process.
 
         Args:
-            values: the JSON types.
+            values: the fields as JSON types.
         """
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return cls(**{**fields, "models": tuple(Served(**model) for model in values["models"])})

@@ -62,7 +62,7 @@ def test_limits_count_what_all_processes_have() -> None:
     memory = shared_memory(2, 2)
     settings = Settings(models=served(["m"]), max_concurrent=3, max_key_concurrent=2, max_key_tokens=600)
     one, other = (Admission(settings, SharedCounters("ab", 2, number, memory)) for number in range(2))
-    one.counters.calm = time.monotonic()
+    one.counters.calm[0] = time.monotonic()
     with one.admit("a", 10):
         assert (other.counters.inside, other.counters.tokens, other.counters.tokens_of_key("a")) == (1, 10, 10)
         with other.admit("a", 20), pytest.raises(RefusedError, match="2 concurrent requests of this key"):
