@@ -55,7 +55,7 @@ _SWAGGER = f"""<!doctype html>
 def create_app(settings: Settings) -> Starlette:
     """Return the ASGI application; its workers run from startup to shutdown.
 
-    ``app.state.server`` is the shared `AppState`, ``app.state.processes`` the worker processes; ``processes.reload()``
+    ``app.state.server`` is the shared `AppState`, ``app.state.processes`` the worker processes; ``processes.load()``
     reloads all models.
 
     Args:
@@ -79,7 +79,7 @@ def make_app(state: AppState, processes: Processes | None) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         if processes is not None and not state.workers.ready.is_set():
-            await processes.start()
+            await processes.load()
         try:
             yield
         finally:

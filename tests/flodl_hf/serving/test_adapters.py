@@ -158,7 +158,7 @@ def test_a_reload_takes_up_new_ones_and_lets_go_of_old(asked: tuple[Any, Any], b
     loop = processes.here[0].listening.get_loop()
 
     def reload() -> None:
-        asyncio.run_coroutine_threadsafe(processes.reload(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(processes.load(), loop).result(60)
 
     broken = adapters / "broken"
     broken.mkdir()
