@@ -235,7 +235,8 @@ class HttpTarget(Target):
         if style == "auto":
             style = "openai" if url.rstrip("/").endswith("/v1") else self._detected()
         if style == "openai" and model is None:
-            models = _part(self._request("/v1/models"), "data")
+            found = self._request("/v1/models")
+            models = found.get("data") if isinstance(found, dict) else None
             self._model = models[0]["id"] if isinstance(models, list) and models else None
         self._style = style
         self.scales = style == "tei"
@@ -265,21 +266,68 @@ class HttpTarget(Target):
         faults = []
         for path, name, style in (("/info", "model_type", "tei"), ("/v1/models", "data", "openai")):
             try:
-                if _part(self._request(path), name) is not None:
+                found = self._request(path)
+                if isinstance(found, dict) and found.get(name) is not None:
                     return style
             except TargetError as fault:
-                faults.append(fault)
-                if fault.status in (401, 403) or [fault.status for fault in faults] == [0, 0]:
+                faults.append(fault.status)
+                if fault.status in (401, 403) or faults == [0, 0]:
                     raise
         return "hf"
 
     def answers(self, items: Sequence[str], **options: Any) -> np.ndarray:
         """Return a row of numbers for each item."""
-        if (self._style, self.task) not in _CALLS:
+        texts = list(items)
+        calls: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
+            ("tei", "vectors"): ("/embed", {"inputs": texts, "normalize": True}),
+            ("tei", "labels"): ("/predict", {"inputs": [[text] for text in texts]}),
+            ("tei", "ranking"): ("/rerank", {"query": QUERY, "texts": texts}),
+            ("openai", "vectors"): ("/v1/embeddings", {"input": texts, "encoding_format": "float"}),
+            ("openai", "labels"): ("/classify", {"input": texts}),
+            ("openai", "ranking"): ("/v1/rerank", {"query": QUERY, "documents": texts}),
+            ("hf", "vectors"): ("", {"inputs": texts}),
+            ("hf", "labels"): ("", {"inputs": texts, "parameters": {"top_k": 1000}}),
+        }
+        if (self._style, self.task) not in calls:
             raise TargetError(f"{_STYLES[self._style]} has no {self.task}", status=0)
-        path, body, rows_of = _CALLS[self._style, self.task]
-        found = self._request(path, {**body(list(items)), **options})
-        return self._checked(path, found, len(items), lambda: np.asarray(rows_of(self, found), np.float64))
+        path, body = calls[self._style, self.task]
+        found = self._request(path, {**body, **options})
+        return self._checked(path, found, len(texts), lambda: np.asarray(self._rows(found), np.float64))
+
+    def _rows(self, response: Any) -> Any:
+        """Return the row of each text of an answer."""
+        if self._style == "openai":
+            list_of, entry = {
+                "vectors": ("data", "embedding"), "labels": ("data", "probs"), "ranking": ("results", "relevance_score")
+            }[self.task]  # fmt: skip
+            return self._ordered(response[list_of], entry)
+        if self.task == "ranking":
+            return self._ordered(response, "score")
+        if self.task == "labels":  # [[{label, score}]], or the inner list of one text
+            rows = [response] if isinstance(response[0], dict) else response
+            return self.by_label([[(one["label"], float(one["score"])) for one in row] for row in rows])
+        if not isinstance(response[0][0], list):
+            return response
+        # States of tokens ``(tokens, features)``, or a list of one such array, are pooled.
+        from flodl_hf.inference.pooling import pool_padded
+
+        rows = []
+        for states in response:
+            values = torch.tensor(states, dtype=torch.float32).flatten(0, -2)[None]
+            rows.append(pool_padded(values, torch.ones(values.shape[:2]), self.source.pooling)[0].tolist())
+        return rows
+
+    def _ordered(self, results: Any, name: str) -> list[Any]:
+        """Return an entry of each result in the order of the texts; each result contains the index of its text."""
+        entries = {one["index"]: one[name] for one in results}
+        if sorted(entries) != list(range(len(results))):
+            raise ValueError("indices are not 0, 1, 2 ...")
+        rows = [entries[index] for index in range(len(results))]
+        if self.task != "ranking":
+            return rows
+        if np.isnan(scores := [[float(score)] for score in rows]).any():
+            raise ValueError("a score is NaN")
+        return scores
 
     def _checked(self, path: str, response: Any, count: int, read: Callable[[], Any]) -> Any:
         """Return what was read of an answer, with a row for each item."""
@@ -309,68 +357,7 @@ class HttpTarget(Target):
         )
 
 
-def _labelled(target: Target, response: Any) -> np.ndarray:
-    """Return ``[[{label, score}]]``, or the inner list of one text, in the order of labels."""
-    rows = [response] if isinstance(response[0], dict) else response
-    return target.by_label([[(one["label"], float(one["score"])) for one in row] for row in rows])
-
-
-def _ordered(results: Any, name: str) -> list[Any]:
-    """Return an entry of each result in the order of the texts; each result contains the index of its text."""
-    entries = {one["index"]: one[name] for one in results}
-    if sorted(entries) != list(range(len(results))):
-        raise ValueError("indices are not 0, 1, 2 ...")
-    return [entries[index] for index in range(len(results))]
-
-
-def _ranked(results: Any, name: str) -> list[list[float]]:
-    """Return the score of each result in the order of the texts."""
-    scores = [[float(score)] for score in _ordered(results, name)]
-    if np.isnan(scores).any():
-        raise ValueError("a score is NaN")
-    return scores
-
-
-def _pooled(target: Target, response: Any) -> Any:
-    """Return vectors; states of tokens ``(tokens, features)``, or a list of one such array, are pooled."""
-    if not isinstance(response[0][0], list):
-        return response
-    from flodl_hf.inference.pooling import pool_padded
-
-    rows = []
-    for states in response:
-        values = torch.tensor(states, dtype=torch.float32).flatten(0, -2)[None]
-        rows.append(pool_padded(values, torch.ones(values.shape[:2]), target.source.pooling)[0].tolist())
-    return rows
-
-
-def _part(response: Any, name: str) -> Any:
-    return response.get(name) if isinstance(response, dict) else None
-
-
 _STYLES = {"tei": "text-embeddings-inference", "openai": "OpenAI", "hf": "Hugging Face"}
-_CALLS: dict[tuple[str, str], tuple[str, Callable[[list[str]], dict[str, Any]], Callable[[Target, Any], Any]]] = {
-    ("tei", "vectors"): ("/embed", lambda texts: {"inputs": texts, "normalize": True}, lambda _, response: response),
-    ("tei", "labels"): ("/predict", lambda texts: {"inputs": [[text] for text in texts]}, _labelled),
-    ("tei", "ranking"): (
-        "/rerank", lambda texts: {"query": QUERY, "texts": texts},
-        lambda _, response: _ranked(response, "score"),
-    ),
-    ("openai", "vectors"): (
-        "/v1/embeddings", lambda texts: {"input": texts, "encoding_format": "float"},
-        lambda _, response: _ordered(response["data"], "embedding"),
-    ),
-    ("openai", "labels"): (
-        "/classify", lambda texts: {"input": texts}, lambda _, response: _ordered(response["data"], "probs"),
-    ),
-    ("openai", "ranking"): (
-        "/v1/rerank", lambda texts: {"query": QUERY, "documents": texts},
-        lambda _, response: _ranked(response["results"], "relevance_score"),
-    ),
-    ("hf", "vectors"): ("", lambda texts: {"inputs": texts}, _pooled),
-    ("hf", "labels"): ("", lambda texts: {"inputs": texts, "parameters": {"top_k": 1000}}, _labelled),
-}  # fmt: skip
-"""Path, body, and reader of the rows of an answer, by style and task."""
 
 
 def open_target(address: str, source: Reference, **options: Any) -> Target:
