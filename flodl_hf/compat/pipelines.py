@@ -51,7 +51,6 @@ class Pipeline:
     def __init__(self, task: str, model: EncoderModel, defaults: Mapping[str, Any]) -> None:
         self.task = task
         self.model: Any = model
-        self._call: Callable[..., Any] = _CALLS[task]
         self._defaults = dict(defaults)
         self._known(self._defaults)
 
@@ -88,7 +87,9 @@ class Pipeline:
             options.setdefault("candidate_labels", inputs[1])
             inputs = inputs[:1]
         self._known(options)
-        found = self._call(self.model, tuple(map(_streamed, inputs)), {**self._defaults, **options})
+        if len(inputs) != 1 and (inputs or self.task != "question-answering"):
+            raise PredictError(f"{self.task}: found {len(inputs)} inputs; expected a text, or a list of texts")
+        found = _CALLS[self.task](self.model, tuple(map(_streamed, inputs)), {**self._defaults, **options})
         sized = inputs and _is_dataset(inputs[0]) and hasattr(inputs[0], "__len__")
         return _Stream(found, len(inputs[0])) if sized else found
 
@@ -137,14 +138,23 @@ def pipeline(
             "which model answers should not depend on a library's default",
             problems=["model"],
         )
-    options = {name: value for name, value in options.items() if name not in _PASSED or value is None}
     options = {name: value for name, value in options.items() if name not in _PASSED}
     loading = {name: options.pop(name) for name in list(options) if name in (*_LOADING, *LOAD)}
     loading |= options.pop("model_kwargs", None) or {}
     if dtype is not None:
         loading["dtype"] = dtype
     named = None if task is None else _pipeline_task(task)
-    there = _opened(model, named, device, loading)
+    place = device_of(device)
+    if isinstance(model, EncoderModel):
+        if loading:
+            raise ConfigError(
+                f"pipeline: {', '.join(loading)} are options of loading, and this model is already loaded",
+                problems=list(loading),
+            )
+        there = model if place is None else model.to(place)
+    else:
+        loading |= {} if place is None else {"device": place}
+        there = load(model, **loading) if named is None else named.model.from_pretrained(model, **loading)
     head = getattr(there, "head", "base")
     found = _pipeline_task(head) if named is None else named
     if found.head != head:
@@ -172,22 +182,6 @@ def _pipeline_task(word: str) -> Task:
             problems=[str(word)],
         )
     return task
-
-
-def _opened(model: Any, task: Task | None, device: Any, loading: dict[str, Any]) -> EncoderModel:
-    place = device_of(device)
-    if isinstance(model, EncoderModel):
-        if loading:
-            raise ConfigError(
-                f"pipeline: {', '.join(loading)} are options of loading, and this model is already loaded",
-                problems=list(loading),
-            )
-        return model if place is None else model.to(place)
-    if place is not None:
-        loading = {**loading, "device": place}
-    if task is None:
-        return load(model, **loading)
-    return task.model.from_pretrained(model, **loading)
 
 
 # --- calls -------------------------------------------------------------------------------------------
@@ -247,15 +241,8 @@ def _each(run: Callable[[Any], Any], texts: Any) -> Any:
     return map(run, texts) if isinstance(texts, Iterator) else [run(text) for text in texts]
 
 
-def _one(task: str, inputs: tuple[Any, ...]) -> Any:
-    if len(inputs) != 1:
-        raise PredictError(f"{task}: found {len(inputs)} inputs; expected a text, or a list of texts")
-    return inputs[0]
-
-
 def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    texts = _one("text-classification", inputs)
-    texts = as_text_list(texts, "text-classification", mapping=True)
+    texts = as_text_list(inputs[0], "text-classification", mapping=True)
     single = isinstance(texts, (str, Mapping))
     texts = _each(_class_text, texts)
     everything = options.pop("return_all_scores", None)
@@ -264,16 +251,13 @@ def _classified(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
     if legacy:
         options["top_k"] = None if everything else 1
     truncated = truncates({**cut, "padding": options.get("padding")})
-    mixed = isinstance(texts, list) and len({isinstance(text, Mapping) for text in texts}) > 1
-    if truncated or mixed:
-        run = (
-            partial(cut_classes, model, cut=cut, options=options)
-            if truncated
-            else partial(model.predict, compat="transformers", **options)
-        )
-        found: Any = _each(run, texts)
+    predict = partial(model.predict, compat="transformers", **options)
+    if truncated:
+        found: Any = _each(partial(cut_classes, model, cut=cut, options=options), texts)
+    elif isinstance(texts, list) and len({isinstance(text, Mapping) for text in texts}) > 1:
+        found = _each(predict, texts)
     else:
-        found = model.predict(texts, compat="transformers", **options)
+        found = predict(texts)
     if not legacy or everything:
         return found
     if single:
@@ -301,7 +285,7 @@ def _class_text(text: Any) -> Any:
 
 
 def _entities(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    texts = _one("token-classification", inputs)
+    texts = inputs[0]
     if options.pop("grouped_entities", False):
         options.setdefault("aggregation_strategy", "simple")
     _check_stride(model, options)
@@ -378,7 +362,7 @@ def _several_entities(model: Any, texts: Any, options: dict[str, Any], offsets: 
 def _answered(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
     question, context = options.pop("question", None), options.pop("context", None)
     if inputs:
-        asked = _one("question-answering", inputs)
+        asked = inputs[0]
     elif isinstance(question, (list, tuple)):
         contexts = [context] * len(question) if isinstance(context, str) else list(context)
         asked = list(zip(question, contexts, strict=True))
@@ -417,7 +401,7 @@ def _checked(item: Any) -> Any:
 
 
 def _filled(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    texts = _one("fill-mask", inputs)
+    texts = inputs[0]
     cut = dict(options.pop("tokenizer_kwargs", None) or {})
     if options.get("top_k", 5) is None:
         del options["top_k"]
@@ -436,7 +420,7 @@ def _filled(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any
 
 
 def _zero_shot(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    texts = _one("zero-shot-classification", inputs)
+    texts = inputs[0]
     if isinstance(texts, Iterator):
         return (_zero_shot(model, (text,), dict(options)) for text in texts)
     if "candidate_labels" not in options:
@@ -456,7 +440,7 @@ def _zero_shot(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> 
 
 
 def _features(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    texts = _one("feature-extraction", inputs)
+    texts = inputs[0]
     given = dict(options.get("tokenize_kwargs") or {})
     if options.get("truncation") is not None:
         if "truncation" in given:

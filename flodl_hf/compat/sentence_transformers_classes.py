@@ -199,15 +199,14 @@ def _logits(engine: Any, pairs: list[tuple[str, str]], prompt: str, *, progress:
     from flodl_hf.inference.batch import Scores
     from flodl_hf.inference.pipeline import Session
 
+    def rows(chunk: list[Any], encoded: Any, scores: Any) -> list[Tensor]:
+        return list(scores.stacked()[np.argsort(encoded.table.owners)])
+
     encode = partial(engine._encode, truncate=True, prompt=prompt)
     found = Session(engine, {"progress": bool(progress)}).answer(
-        pairs, encode, Scores(True), _rows, single=False, what="predict"
+        pairs, encode, Scores(True), rows, single=False, what="predict"
     )
     return torch.stack(list(found))
-
-
-def _rows(chunk: list[Any], encoded: Any, scores: Any) -> list[Tensor]:
-    return list(scores.stacked()[np.argsort(encoded.table.owners)])
 
 
 class _Sparse(_Computed):

@@ -36,24 +36,42 @@ def predict_contacts(
         PredictError: the model has no contact head, or its attention weights are not available.
     """
     if isinstance(tokens, Tensor):
-        return _of_tokens(model, tokens, attention_mask)
-    found = _of_texts(model, [tokens] if isinstance(tokens, str) else list(tokens))
+        return _of_tokens(model, tokens, torch.ones_like(tokens) if attention_mask is None else attention_mask)
+    tokenizer, found = model._ready("predict_contacts"), []
+    device = next(model.parameters()).device
+    for place, text in enumerate([tokens] if isinstance(tokens, str) else tokens):
+        windows = tokenizer.encode_rows([text], max_tokens=model.max_tokens)[0]
+        if len(windows) > 1:
+            raise PredictError(
+                f"predict_contacts: text {place} is longer than the {model.max_tokens} tokens that the model takes, "
+                "and contacts are of whole proteins; cut it",
+                place=place,
+            )
+        ids = torch.tensor([windows[0].ids], device=device)
+        found.append(_of_tokens(model, ids, torch.ones_like(ids))[0])
     return found[0] if isinstance(tokens, str) else found
 
 
-def _of_tokens(model: GraphModel, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+def _of_tokens(model: GraphModel, tokens: Tensor, mask: Tensor) -> Tensor:
     """Return how probably tokens touch, ``(batch, seq - 2, seq - 2)``: the first and the last place are left out.
 
     Args:
         model: an ESM, read with its regression, with eager attention.
         tokens: ids, ``(batch, seq)``.
-        attention_mask: 1 for tokens to keep, ``(batch, seq)``; None keeps all.
+        mask: 1 for tokens to keep, ``(batch, seq)``.
 
     Raises:
         PredictError: the model has no such regression, or its attention weights are never there.
     """
-    weight, bias = _regression(model)
-    mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
+    held = {} if model.source is None else model.source.kept
+    weight, bias = (held.get(f"esm.{HEAD}{leaf}") for leaf in ("weight", "bias"))
+    if weight is None or bias is None:
+        raise PredictError(
+            f"predict_contacts: found no {HEAD}weight and bias for this {model.config.family.model_type} model; "
+            "expected a checkpoint of ESM that has them"
+        )
+    if model.virtual_tokens:
+        raise PredictError("predict_contacts: the adapter puts virtual tokens before each text; switch it off")
     with torch.no_grad():
         seen = model._run_graph(tokens, mask, None, None, attentions=True)[2]["attentions"]
         maps = torch.stack(seen, 1)
@@ -67,46 +85,3 @@ def _of_tokens(model: GraphModel, tokens: Tensor, attention_mask: Tensor | None 
         # One product of rows plus the bias, as in torch's Linear.
         scores = features.reshape(-1, features.shape[-1]) @ weight.to(maps, copy=True).T + bias.to(maps)
         return scores.view(features.shape[:-1]).sigmoid()
-
-
-def _of_texts(model: GraphModel, texts: Sequence[str]) -> list[Tensor]:
-    """Return how probably the residues of each protein touch, ``(residues, residues)``.
-
-    Args:
-        model: as in `_of_tokens`.
-        texts: one protein each.
-
-    Raises:
-        PredictError: the errors of `_of_tokens`, or a protein that is longer than the model's maximum.
-    """
-    tokenizer, found = model._ready("predict_contacts"), []
-    device = next(model.parameters()).device
-    for place, text in enumerate(texts):
-        windows = tokenizer.encode_rows([text], max_tokens=model.max_tokens)[0]
-        if len(windows) > 1:
-            raise PredictError(
-                f"predict_contacts: text {place} is longer than the {model.max_tokens} tokens that the model takes, "
-                "and contacts are of whole proteins; cut it",
-                place=place,
-            )
-        found.append(_of_tokens(model, torch.tensor([windows[0].ids], device=device))[0])
-    return found
-
-
-def _regression(model: GraphModel) -> tuple[Tensor, Tensor]:
-    """Return weight and bias of the regression that a model was read with.
-
-    Raises:
-        PredictError: there is none, or an adapter's virtual tokens are among those attended to.
-    """
-    names = [entry.name for entry in model.config.family.kept if HEAD in entry.name]
-    held = {} if model.source is None else model.source.kept
-    if not names or any(name not in held for name in names):
-        raise PredictError(
-            f"predict_contacts: found no {HEAD}weight and bias for this {model.config.family.model_type} model; "
-            "expected a checkpoint of ESM that has them"
-        )
-    if model.virtual_tokens:
-        raise PredictError("predict_contacts: the adapter puts virtual tokens before each text; switch it off")
-    values = {name.rsplit(".", 1)[-1]: held[name] for name in names}
-    return values["weight"], values["bias"]

@@ -20,11 +20,11 @@ from flodl_hf.models.adapted import Adapted
 def size_text(nbytes: int) -> str:
     """Return a number of bytes for people: ``438.0 MB``."""
     size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            break
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    return f"{size:.1f} GB"
 
 
 class TransformersMethods(Adapted):
@@ -94,9 +94,7 @@ class TransformersMethods(Adapted):
         if new == old:
             return table
         scale = float(self.config.source.get("initializer_range", 0.02)) if not mean_resizing else None
-        tied = self._decoder() is not None and self._decoder().weight is table.weight  # type: ignore[union-attr]
-        self._put_words(_resized(table.weight, new, scale), tied=tied)
-        decoder = self._decoder()
+        tied, decoder = self._put_words(_resized(table.weight, new, scale)), self._decoder()
         if decoder is not None:
             if not tied:
                 self._put("head.decoder.weight", _resized(decoder.weight, new, scale))
@@ -113,14 +111,15 @@ class TransformersMethods(Adapted):
         head = dict(self.graph.named_children()).get("head")
         return dict(head.named_children()).get("decoder") if head is not None else None  # type: ignore[return-value]
 
-    def _put_words(self, weight: Tensor, *, tied: bool | None = None) -> None:
+    def _put_words(self, weight: Tensor) -> bool:
+        """Put another weight into the table of words, and a tied projection; return whether it is tied."""
         table, decoder = self.get_input_embeddings(), self._decoder()
-        if tied is None:
-            tied = decoder is not None and decoder.weight is table.weight
+        tied = decoder is not None and decoder.weight is table.weight
         self._put("encoder.embeddings.word.weight", weight)
         table.num_embeddings = len(weight)
         if tied and decoder is not None:
             decoder.weight = table.weight
+        return tied
 
     def _put(self, name: str, values: Tensor) -> None:
         module, _, leaf = name.rpartition(".")
@@ -142,19 +141,14 @@ class TransformersMethods(Adapted):
         Raises:
             ConfigError: a path matches nothing; the model is unchanged then.
         """
-        return self._learn(paths, False)
+        for parameter in _parameters_at(self, paths, parts=False) if paths else self.graph.parameters():
+            parameter.requires_grad_(False)
+        return self
 
     def unfreeze(self, *paths: str) -> Self:
         """Let parts learn again; see `freeze`."""
-        return self._learn(paths, True)
-
-    def _learn(self, paths: Sequence[str], learn: bool) -> Self:
-        places = frozen_paths(self, paths)
-        kept = set() if learn else _of_adapter(self)
-        for name, parameter in self.graph.named_parameters():
-            found = any(name == place or name.startswith(place + ".") for place in places)
-            if not places or (found and id(parameter) not in kept):
-                parameter.requires_grad_(learn)
+        for parameter in _parameters_at(self, paths, parts=True) if paths else self.graph.parameters():
+            parameter.requires_grad_(True)
         return self
 
     # --- being looked at ------------------------------------------------------------------------
@@ -164,8 +158,7 @@ class TransformersMethods(Adapted):
         config, encoder = self.config, self.config.encoder
         count = self.num_parameters()
         number = f"{count / 1e6:.1f} million" if count >= 1_000_000 else f"{count:,}"
-        names = list(config.labels)
-        labelled = self.head.endswith("classification")
+        names = list(config.labels) if self.head.endswith("classification") else []
         untrained = self.untrained
         dtypes = {str(p.dtype).removeprefix("torch.") for p in self.parameters()}
         found = {
@@ -174,9 +167,7 @@ class TransformersMethods(Adapted):
             "parameters": f"{number} ({size_text(self.get_memory_footprint())})",
             "dtype": ", ".join(sorted(dtypes)),
             "device": str(next(self.parameters()).device),
-            "labels": ", ".join(names[:6]) + (f", ... {len(names)} in all" if len(names) > 6 else "")
-            if labelled
-            else "",
+            "labels": ", ".join(names[:6]) + (f", ... {len(names)} in all" if len(names) > 6 else ""),
             "untrained": f"{len(untrained)} tensors have random values" if untrained else "",
             "from": self.source.name if self.source is not None else "",
         }
@@ -194,13 +185,6 @@ class TransformersMethods(Adapted):
 
         rows = [(escape(name), escape(value)) for name, value in self._summary().items()]
         return f"<div><b>{escape(type(self).__name__)}</b></div>{table(rows)}"
-
-
-def _of_adapter(model: Adapted) -> set[int]:
-    """Return the ids of the parameters of the active adapter's parts, without the head that it keeps."""
-    held = model._held_adapters
-    parts = () if held.active is None else held.known[held.active].parts.values()
-    return {id(parameter) for part in parts for parameter in part.parameters()}
 
 
 def _resized(values: Tensor, rows: int, scale: float | None) -> Tensor:
@@ -266,6 +250,18 @@ def _range(written: re.Match[str], parents: Collection[str]) -> tuple[list[str],
     return [], f" has no numbered parts under {head.rstrip('.') or 'no name'}"
 
 
+def _parameters_at(model: Adapted, paths: Sequence[str], *, parts: bool) -> list[nn.Parameter]:
+    """Return the parameters at paths, with or without the parts of the active adapter."""
+    held, places = model._held_adapters, frozen_paths(model, paths)
+    adapter = () if parts or held.active is None else held.known[held.active].parts.values()
+    excluded = {id(parameter) for part in adapter for parameter in part.parameters()}
+    return [
+        parameter
+        for name, parameter in model.graph.named_parameters()
+        if id(parameter) not in excluded and any(name == place or name.startswith(place + ".") for place in places)
+    ]
+
+
 def frozen_parameters(model: Adapted, paths: Sequence[str]) -> list[nn.Parameter]:
     """Return the parameters of the base model at ``paths``, without the parts of an adapter.
 
@@ -274,12 +270,7 @@ def frozen_parameters(model: Adapted, paths: Sequence[str]) -> list[nn.Parameter
     """
     if not paths:
         return []
-    places, adapter = frozen_paths(model, paths), _of_adapter(model)
-    found = [
-        parameter
-        for name, parameter in model.graph.named_parameters()
-        if id(parameter) not in adapter and any(name == place or name.startswith(place + ".") for place in places)
-    ]
+    found = _parameters_at(model, paths, parts=False)
     chosen = {id(parameter) for parameter in found}
     if not any(p.requires_grad and id(p) not in chosen for p in model.parameters()):
         raise ConfigError(

@@ -336,7 +336,24 @@ def open_adapter(name_or_path: str | Path, hub: Mapping[str, Any] = {}) -> Adapt
     settings = read_settings(values, str(path / CONFIG))
     head: dict[str, Any] = {}
     if is_entry(path, HEAD):
-        head = _head(read_json(read_member(path, HEAD, MAX_CONFIG_BYTES, ConfigError), str(path / HEAD)), path)
+        head = read_json(read_member(path, HEAD, MAX_CONFIG_BYTES, ConfigError), str(path / HEAD))
+        named, kind = head.get("id2label") or {}, head.get("problem_type")
+        labelled = (
+            isinstance(named, dict)
+            and sorted(named, key=str) == sorted(map(str, range(len(named))))
+            and all(isinstance(label, str) for label in named.values())
+        )
+        problems = [] if labelled else ["id2label"]
+        problems += [] if kind is None or kind in PROBLEM_TYPES else ["problem_type"]
+        problems += [] if isinstance(head.get("activation_fn"), str | None) else ["activation_fn"]
+        if problems:
+            raise ConfigError(
+                f"{path / HEAD}: {' and '.join(problems)} cannot be read; expected labels by their numbers from 0, one "
+                f"of {', '.join(PROBLEM_TYPES)}, and the path of an activation. Fetch the file again, or remove it and "
+                "pass labels=.",
+                where=str(path / HEAD),
+                problems=problems,
+            )
     name = next((name for name in (WEIGHTS, BIN) if is_entry(path, name)), None)
     if name is None:
         raise CheckpointError(
@@ -346,24 +363,3 @@ def open_adapter(name_or_path: str | Path, hub: Mapping[str, Any] = {}) -> Adapt
         )
     with Checkpoint.open(path, named=name) as opened:
         return AdapterFolder(path, values, settings, head, opened.read_all())
-
-
-def _head(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    named, kind = values.get("id2label"), values.get("problem_type")
-    fine = named is None or (
-        isinstance(named, dict)
-        and sorted(named, key=str) == sorted(map(str, range(len(named))))
-        and all(isinstance(label, str) for label in named.values())
-    )
-    problems = [] if fine else ["id2label"]
-    problems += [] if kind is None or kind in PROBLEM_TYPES else ["problem_type"]
-    problems += [] if isinstance(values.get("activation_fn"), str | None) else ["activation_fn"]
-    if problems:
-        raise ConfigError(
-            f"{path / HEAD}: {' and '.join(problems)} cannot be read; expected labels by their numbers from 0, "
-            f"one of {', '.join(PROBLEM_TYPES)}, and the path of an activation. Fetch the file again, or remove it and "
-            "pass labels=.",
-            where=str(path / HEAD),
-            problems=problems,
-        )
-    return values

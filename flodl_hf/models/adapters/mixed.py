@@ -29,16 +29,10 @@ from flodl_hf.nn.layout import Packed
 DOES = {IA3: "scales states", Prompt: "puts tokens before texts", Prefix: "puts keys and values before texts"}
 
 
-class _Owners:
-    """Which adapter each token of the batch that runs belongs to."""
-
-    index: Tensor
-
-
 class _MixedLinear(nn.Module):
     """A projection with the parts of several adapters; ``(tokens, in)`` to ``(tokens, out)``."""
 
-    def __init__(self, linear: nn.Linear, parts: Sequence[LoraPart | None], owners: _Owners) -> None:
+    def __init__(self, linear: nn.Linear, parts: Sequence[LoraPart | None], owners: list[Tensor]) -> None:
         super().__init__()
         self.weight, self.bias, self.owners = linear.weight, linear.bias, owners
         held = [part for part in parts if part is not None]
@@ -61,7 +55,7 @@ class _MixedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the projection, each token with its own part."""
-        index = self.owners.index
+        index = self.owners[0]
         added = F.linear(F.linear(x, self.downs) * self.scales[index], self.ups)
         if self.lengths is None:
             return F.linear(x, self.weight, self.bias) + added
@@ -83,7 +77,8 @@ class Mixed:
     def __init__(self, model: GraphModel, adapters: Mapping[str, Adapter]) -> None:
         chosen = list(adapters.values())
         _check(model, chosen, list(adapters))
-        self._model, self._owners = model, _Owners()
+        self._model = model
+        self._owners = [torch.zeros(0)]  # the adapter of each token of the batch that runs
         self.graph = shadow(model.graph)
         linears: Mapping[str, Any] = dict(self.graph.named_modules())
         inside = (path for adapter in chosen for path in adapter.parts if path.startswith("encoder."))
@@ -139,7 +134,7 @@ class Mixed:
         return pending
 
     def _scores(self, ids: Tensor, kinds: Tensor | None, layout: Packed, of_tokens: Tensor, of_each: Tensor) -> Tensor:
-        self._owners.index = of_tokens
+        self._owners[0] = of_tokens
         states = self.graph.get_submodule("encoder")(ids, token_type_ids=kinds, layout=layout)
         result: Tensor | None = None
         for number, body in enumerate(self._bodies):

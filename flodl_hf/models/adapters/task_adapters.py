@@ -32,7 +32,11 @@ def adapted(model: M, task: str) -> M:
     Raises:
         PredictError: the file has no such task, or the model was not read from one.
     """
-    index = _index(model, task)
+    tasks = getattr(model.config.encoder, "tasks", ())
+    held = model.source is not None and any(name.endswith(".lora_A") for name in model.source.carried)
+    if task not in tasks or not held:
+        known = ", ".join(tasks) if held else "none"
+        raise PredictError(f"embed: no task {task!r}{nearest(task, tasks)}; the file has {known}", task=task)
     if model.weights_on_disk is not None:
         raise PredictError(
             f"embed: task={task!r} makes a copy of the model with the task's differences added, and the weights of "
@@ -42,7 +46,7 @@ def adapted(model: M, task: str) -> M:
     versions = tuple(parameter._version for parameter in model.graph.parameters())
     kept = _KEPT.setdefault(model, {})
     if task not in kept or kept[task][0] != versions:
-        kept[task] = versions, _merged(model, index)
+        kept[task] = versions, _merged(model, tasks.index(task))
     found = kept[task][1]
     if found.device != model.device:
         found.to(model.device)
@@ -58,15 +62,6 @@ def instruction_of(model: GraphModel, task: str) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _index(model: GraphModel, task: str) -> int:
-    tasks = getattr(model.config.encoder, "tasks", ())
-    held = model.source is not None and any(name.endswith(".lora_A") for name in model.source.carried)
-    if task not in tasks or not held:
-        known = ", ".join(tasks) if held else "none"
-        raise PredictError(f"embed: no task {task!r}{nearest(task, tasks)}; the file has {known}", task=task)
-    return tasks.index(task)
-
-
 def _merged(model: M, index: int) -> M:
     assert model.source is not None
     settings = model.config.encoder
@@ -78,8 +73,7 @@ def _merged(model: M, index: int) -> M:
             whole = as_whole(theirs)
             if not whole.endswith(ORIGINAL):
                 continue
-            sides = [model.source.carried.get(whole.replace("original", f"0.lora_{side}")) for side in "AB"]
-            first, second = sides
+            first, second = (model.source.carried.get(whole.replace("original", f"0.lora_{side}")) for side in "AB")
             if first is None or second is None:
                 raise PredictError(f"embed: {whole} has no adapters in the file; fetch it again", name=whole)
             part = part_of(theirs)
