@@ -214,7 +214,8 @@ def batch_of(
     else:
         lengths = table.lengths[rows]
         starts = np.cumsum(lengths) - lengths
-        tokens = np.arange(int(lengths.sum())) + np.repeat(table.starts[rows] - starts, lengths)
+        begins = np.cumsum(table.lengths) - table.lengths
+        tokens = np.arange(int(lengths.sum())) + np.repeat(begins[rows] - starts, lengths)
         ids = table.ids[tokens]
         kinds = table.types[tokens] if types and table.types is not None else None
     at = None

@@ -211,10 +211,9 @@ def attend(
     mix = eager if implementation == "eager" else kernel or fused
 
     def rows(keep: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (
-            x.view(*x.shape[:-1], n, -1).transpose(1, 2)
-            for x, n in ((query, num_heads), (key, kv_heads), (value, kv_heads))
-        )
+        q = query.view(*query.shape[:-1], num_heads, -1).transpose(1, 2)
+        k = key.view(*key.shape[:-1], kv_heads, -1).transpose(1, 2)
+        v = value.view(*value.shape[:-1], kv_heads, -1).transpose(1, 2)
         if lead is not None:
             k, v = (
                 torch.cat(
@@ -257,7 +256,8 @@ def attend_first(
     for keep, (keys, values) in layout.rows(key, value):
         texts, length = keys.shape[:2]
         q = query[done : done + texts].view(texts, 1, num_heads, -1).transpose(1, 2)
-        k, v = (x.view(texts, length, kv_heads, -1).transpose(1, 2) for x in (keys, values))
+        k = keys.view(texts, length, kv_heads, -1).transpose(1, 2)
+        v = values.view(texts, length, kv_heads, -1).transpose(1, 2)
         mask = None if keep is None else keep[:, None, None, :]
         if window is not None and window < length - 1:
             near = torch.arange(length, device=key.device) <= window

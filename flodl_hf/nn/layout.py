@@ -311,7 +311,9 @@ class Packed:
 
     def by_rows(self, call: ByRows, *tensors: Tensor) -> Tensor:
         """Return ``call`` applied to rows of texts, for ``(tokens, ...)`` in and out."""
-        parts = [call(keep, *rows) for keep, rows in self.rows(*tensors)]
+        parts = []
+        for keep, rows in self.rows(*tensors):
+            parts.append(call(keep, *rows))
         if not self.lengths:
             tokens = torch.arange(self.num_tokens, device=parts[0].device)
             return parts[0][self._owners(self.num_tokens), self.positions(tokens)]

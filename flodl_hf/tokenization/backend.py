@@ -31,7 +31,15 @@ import tokenizers
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
 from flodl_hf.tokenization.cuts import Row, rows_from_joined
-from flodl_hf.tokenization.guard import MAX_GROWTH, check_texts, growth, parts_of, strings_of, translated_errors
+from flodl_hf.tokenization.guard import (
+    MAX_GROWTH,
+    check_texts,
+    growth,
+    parts_of,
+    raise_translated,
+    strings_of,
+    translated_errors,
+)
 
 # Values of TOKENIZERS_PARALLELISM that the library reads as "no".
 _OFF = ("", "off", "false", "f", "no", "n", "0")
@@ -376,7 +384,7 @@ class Backend:
         if pairs is not None and special and self.pair_fault is not None:
             raise TokenizerError(self.pair_fault, where=self.source)
         batch = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
-        with translated_errors(f"{self.source}: encoding", "the tokenizer cannot treat one of the texts", texts, pairs):
+        try:
             if len(batch) == 1 and not fast and not self.patterns:
                 # Starting threads for a batch takes as long as encoding one text.
                 pair = (batch[0], None) if pairs is None else batch[0]
@@ -384,6 +392,9 @@ class Backend:
             run = self.inner.encode_batch_fast if fast else self.inner.encode_batch
             run = partial(run, is_pretokenized=words, add_special_tokens=special)
             return self._run(run, batch, [texts, pairs or ()])
+        except BaseException as cause:
+            remedy = "the tokenizer cannot treat one of the texts"
+            raise_translated(cause, f"{self.source}: encoding", remedy, texts, pairs)
 
     def word_tokens(self, text: str) -> list[str] | None:
         """Return the words that Python code splits, known or not; None where the vocabulary has parts of words."""

@@ -13,7 +13,7 @@ from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 from flodl.errors import printable
 from flodl_hf.errors import TokenizerError
@@ -44,17 +44,24 @@ def translated_errors(
     """
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError):
-        raise
     except BaseException as cause:
-        check_texts(texts, "text")
-        check_texts(pairs or (), "second text")
-        reason = str(cause) or type(cause).__name__
-        raise TokenizerError(
-            f"{operation}: the tokenizers library failed: {printable(reason, 300)}; expected valid input; {remedy}",
-            where=operation,
-            reason=reason,
-        ) from (cause if isinstance(cause, Exception) else None)
+        raise_translated(cause, operation, remedy, texts, pairs)
+
+
+def raise_translated(
+    cause: BaseException, operation: str, remedy: str, texts: Sequence[Any], pairs: Sequence[Any] | None
+) -> NoReturn:
+    """Raise what `translated_errors` makes of an error."""
+    if isinstance(cause, (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError)):
+        raise cause
+    check_texts(texts, "text")
+    check_texts(pairs or (), "second text")
+    reason = str(cause) or type(cause).__name__
+    raise TokenizerError(
+        f"{operation}: the tokenizers library failed: {printable(reason, 300)}; expected valid input; {remedy}",
+        where=operation,
+        reason=reason,
+    ) from (cause if isinstance(cause, Exception) else None)
 
 
 # Texts
