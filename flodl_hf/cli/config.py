@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -34,7 +33,7 @@ def show(recipe: Path, env: str | None, defaults: bool, json_output: bool) -> No
     from flodl_hf.training.recipe import load_recipe
 
     found = load_recipe(recipe, env)
-    rows: list[tuple[str, Any, str]] = [(path, value, str(origin)) for path, value, origin in found.rows()]
+    rows = found.rows
     if defaults:
         rows += [(n, v, "default") for n, v in Options().to_dict().items() if n not in found.values]
     if json_output:

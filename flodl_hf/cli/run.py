@@ -65,7 +65,7 @@ def command(name: str | None, arguments: list[str] | None, env: str | None, show
     words: list[str] = []
     if "run" in entry:
         line = " ".join([entry["run"], *map(shlex.quote, given)])
-        origins = {"run": str(recipe.origins[f"commands.{name}.run"])}
+        origins = {"run": recipe.origins[f"commands.{name}.run"]}
     else:
         words, origins = preset_words(file, name, entry, given)
         origins = {key: str(recipe.origins.get(path, file)) if path else "command line" for key, path in origins}

@@ -82,7 +82,10 @@ def dry_run(model: str | Path | EncoderModel, **arguments: Unpack[FinetuneArgume
     with ExitStack() as stack:
         job = _plan_trial(stack, "dry_run", model, arguments)
         needs = make_builder(job, lambda event: None, stack).dry_run()
-        figures = _evaluate_some(job)
+        mode, figures = job.model.training, {}
+        if job.evaluation is not None:  # of a few rows
+            figures = {name: float(value) for name, value in job.evaluation(job.model.eval(), units=1).items()}
+        job.model.train(mode)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flodl-hf-"))) / "model"
         job.model.save_pretrained(place)
     return DryRun(
@@ -108,9 +111,8 @@ def _plan_trial(stack: ExitStack, caller: str, model: Any, arguments: Mapping[st
     overwrite, callbacks = options.pop("overwrite", False), options.pop("callbacks", ())
     for name in ("on_event", "progress", "monitor"):
         options.pop(name, None)
-    opened: Any = model
-    if isinstance(opened, GraphModel):
-        stack.callback(setattr, opened, "sentence_recipe", opened.sentence_recipe)
+    if isinstance(model, GraphModel):
+        stack.callback(setattr, model, "sentence_recipe", model.sentence_recipe)  # type: ignore[attr-defined]
     chosen, loss, problems = read_arguments(caller, model, train, options, loss=loss)
     if out is not None and not problems.messages:
         check_target(Path(os.path.abspath(out)), overwrite)
@@ -122,17 +124,6 @@ def _plan_trial(stack: ExitStack, caller: str, model: Any, arguments: Mapping[st
         stack.callback(job.model.remove_adapter)
     stack.callback(job.task.conclude, job.model)  # another run may attach another module to the model
     return job
-
-
-def _evaluate_some(job: Job) -> dict[str, float]:
-    """Return metrics of a few evaluation rows of each set, to check the evaluation."""
-    if job.evaluation is None:
-        return {}
-    mode = job.model.training
-    try:
-        return {name: float(value) for name, value in job.evaluation(job.model.eval(), units=1).items()}
-    finally:
-        job.model.train(mode)
 
 
 def find_lr(

@@ -8,7 +8,6 @@ defines the keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,50 +18,22 @@ INHERIT = "inherit-from"
 MAX_BYTES = 1_000_000
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a value was written."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
 @dataclass
 class Recipe:
     """Merged options.
 
     Attributes:
         values: the options.
-        origins: origin of each value; keys are dotted paths, with brackets around keys that contain dots.
+        rows: path, value and origin (``file:line``) of every value that is no map; paths are dotted, with brackets
+            around keys that contain dots.
+        origins: origin of each path; that of a map is the origin of its first value.
         files: the files that were merged, from the ground up.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, Origin] = field(default_factory=dict)
+    rows: list[tuple[str, Any, str]] = field(default_factory=list)
+    origins: dict[str, str] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
-
-    def rows(self) -> Iterator[tuple[str, Any, Origin]]:
-        """Yield path, value and origin of every value that is no map, in order."""
-        yield from self._rows(self.values, "")
-
-    def _rows(self, values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Origin]]:
-        for key, value in values.items():
-            path = _join(prefix, key)
-            if isinstance(value, Mapping) and value:
-                yield from self._rows(value, path)
-            else:
-                yield path, value, self.origins[path]
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A value that is no map, with its place."""
-
-    value: Any
-    origin: Origin
 
 
 def load_recipe(path: str | Path, env: str | None = None) -> Recipe:
@@ -79,33 +50,22 @@ def load_recipe(path: str | Path, env: str | None = None) -> Recipe:
     top = Path(path)
     layers = _chain(top, ())
     if env is not None:
-        layers += _chain(overlay_path(top, env), ())
+        overlay = top.with_name(f"{top.stem}.{env}{top.suffix}") if env and "/" not in env else top.parent
+        if not overlay.is_file():
+            overlays = top.parent.glob(f"{top.stem}.*{top.suffix}")
+            known = sorted(found.name[len(top.stem) + 1 : -len(top.suffix)] for found in overlays)
+            raise _fault(
+                top,
+                f"no overlay for the environment {env!r}; expected {top.stem}.{env}{top.suffix}. There are overlays "
+                f"for: {', '.join(known) or 'none'}",
+            )
+        layers += _chain(overlay, ())
     merged: dict[str, Any] = {}
     for _, tree in layers:
         _merge(merged, tree)
     recipe = Recipe(files=list(dict.fromkeys(file for file, _ in layers)))
-    recipe.values = _plain(merged, "", recipe.origins)
+    recipe.values = _collect(merged, "", recipe)
     return recipe
-
-
-def overlay_path(path: Path, env: str) -> Path:
-    """Return the overlay of a recipe for an environment.
-
-    Raises:
-        ConfigError: it does not exist; the message lists the existing ones.
-    """
-    name = f"{path.stem}.{env}{path.suffix}"
-    place = path.parent / name
-    if Path(name).name != name or not env or not place.is_file():
-        known = sorted(
-            p.name[len(path.stem) + 1 : -len(path.suffix)] for p in path.parent.glob(f"{path.stem}.*{path.suffix}")
-        )
-        raise _fault(
-            place,
-            f"no such overlay of {path}; expected a file of that name for the environment {env!r}. There are overlays "
-            f"for: {', '.join(known) or 'none'}",
-        )
-    return place
 
 
 def _fault(source: str | Path, text: str, *problems: str) -> ConfigError:
@@ -116,65 +76,53 @@ def _chain(path: Path, above: tuple[Path, ...]) -> list[tuple[Path, dict[str, An
     """Return the layers of a file: the recipes that it inherits, then itself."""
     place = path.resolve()
     if place in above:
-        circle = [*above[above.index(place) :], place]
-        names = [p.name for p in circle]
+        names = [p.name for p in (*above[above.index(place) :], place)]
         text = f"recipes inherit from each other in a circle: {' -> '.join(names)}; remove one {INHERIT}"
         raise _fault(above[-1], text, *names)
     tree = _read(path, asked_by=above[-1] if above else None)
-    named = tree.pop(INHERIT, None)
-    layers = []
-    for parent in _parents(named, path):
-        layers += _chain(place.parent / parent, (*above, place))
+    named = tree.pop(INHERIT, ([], ""))
+    value = named[0] if isinstance(named, tuple) else named
+    parents = [value] if isinstance(value, str) else value or []
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise _fault(path, f"{INHERIT} is {value!r}; expected the name of a recipe, or a list of names")
+    layers = [layer for parent in parents for layer in _chain(place.parent / parent, (*above, place))]
     return [*layers, (path, tree)]
 
 
-def _parents(named: Any, path: Path) -> list[str]:
-    value = named.value if isinstance(named, _Value) else named
-    parents = [value] if isinstance(value, str) else value or []
-    if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
-        raise _fault(path, f"{INHERIT} is {value!r}; expected the name of a recipe, or a list of names")
-    return parents
-
-
-def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
-    for key, value in above.items():
-        if isinstance(value, dict):
-            beneath = below.get(key)
-            if not isinstance(beneath, dict):
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
+    for key, entry in above.items():
+        if isinstance(entry, dict):
+            if not isinstance(below.get(key), dict):
                 # the map takes its place in the order of the layer that wrote it first
-                below[key] = beneath = {}
-            _merge(beneath, value)
-        elif value.value is None:
+                below[key] = {}
+            _merge(below[key], entry)
+        elif entry[0] is None:
             below.pop(key, None)
         else:
-            below[key] = value
+            below[key] = entry
 
 
-def _plain(tree: Mapping[str, Any], prefix: str, origins: dict[str, Origin]) -> dict[str, Any]:
+def _collect(tree: dict[str, Any], prefix: str, recipe: Recipe) -> dict[str, Any]:
+    """Return the values of a tree without empty maps, and add their rows and origins to the recipe."""
     values = {}
     for key, entry in tree.items():
-        path = _join(prefix, key)
+        path = f"{prefix}[{key}]" if "." in key else f"{prefix}.{key}" if prefix else key
+        first = len(recipe.rows)
         if not isinstance(entry, dict):
-            values[key], origins[path] = entry.value, entry.origin
-            continue
-        inner: dict[str, Origin] = {}
-        if found := _plain(entry, path, inner):
-            values[key] = found
-            origins |= {path: next(iter(inner.values())), **inner}
+            values[key] = entry[0]
+            recipe.rows.append((path, *entry))
+        elif inner := _collect(entry, path, recipe):
+            values[key] = inner
+        if key in values:
+            recipe.origins[path] = recipe.rows[first][2]
     return values
-
-
-def _join(prefix: str, key: str) -> str:
-    if "." in key:
-        return f"{prefix}[{key}]"
-    return f"{prefix}.{key}" if prefix else key
 
 
 # ---- reading ---------------------------------------------------------------------------------------------
 
 
 def _read(path: Path, asked_by: Path | None) -> dict[str, Any]:
-    """Return the file's map, each value that is no map with its origin."""
+    """Return the map of a file, with a tuple of value and origin for each value that is no map."""
     import yaml
 
     try:
@@ -208,25 +156,22 @@ def _read(path: Path, asked_by: Path | None) -> dict[str, Any]:
 
 
 def _tree(loader: Any, node: Any, file: str, problems: list[str]) -> Any:
+    """Return a node as a map, or as a value with its origin."""
     import yaml
 
-    origin = Origin(file, node.start_mark.line + 1)
     if not isinstance(node, yaml.MappingNode):
-        return _Value(loader.construct_object(node, deep=True), origin)
+        return loader.construct_object(node, deep=True), f"{file}:{node.start_mark.line + 1}"
     tree: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         line = key_node.start_mark.line + 1
-        if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key, (str, int, float, bool)):
-            problems.append(f"line {line}: the key {key!r} is no plain text")
-            continue
         # yes, no and numbers are read as other things than the words they were written as
         name = key_node.value
-        if name in tree:
+        if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key, (str, int, float, bool)):
+            problems.append(f"line {line}: the key {key!r} is no plain text")
+        elif name in tree:
             problems.append(f"line {line}: the key {name!r} occurs twice")
-            continue
-        entry = _tree(loader, value_node, file, problems)
-        tree[name] = _Value(entry.value, Origin(file, line)) if isinstance(entry, _Value) else entry
-        if isinstance(value_node, yaml.MappingNode) and not value_node.value:
-            tree[name] = {}
+        else:
+            entry = _tree(loader, value_node, file, problems)
+            tree[name] = (entry[0], f"{file}:{line}") if isinstance(entry, tuple) else entry
     return tree

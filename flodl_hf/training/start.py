@@ -59,7 +59,11 @@ class ModelFactory:
 
     def __call__(self, device: torch.device) -> EncoderModel:
         """Return the model, on the CPU: the trainer moves it."""
-        return self.ready(self.open())
+        model = self.open()
+        freeze(model, self.freeze)
+        if self.dropout is not None:
+            set_dropout(model, self.dropout)
+        return model
 
     def open(self) -> EncoderModel:
         """Return the model as it is in its folder, with the head and labels of this run."""
@@ -107,13 +111,6 @@ class ModelFactory:
             _draw(model, new)
             model._mark_untrained(new)
         model.dtype_in_shards = torch.float32
-        return model
-
-    def ready(self, model: EncoderModel) -> EncoderModel:
-        """Return ``model`` with parts frozen and dropout set."""
-        freeze(model, self.freeze)
-        if self.dropout is not None:
-            set_dropout(model, self.dropout)
         return model
 
 
@@ -178,40 +175,31 @@ def set_dropout(model: nn.Module, probability: float) -> list[tuple[Any, str, fl
 
 def checkpoint_layers(model: Any) -> None:
     """Make every encoder layer keep only its input, and compute its inside again in the backward pass."""
-    for layer in _layers(model):
+    for layer in model.graph.get_submodule("encoder.layers").children():
         layer.forward = partial(checkpoint, type(layer).forward.__get__(layer), use_reentrant=False)
 
 
 def restore_layers(model: Any) -> None:
     """Undo `checkpoint_layers`."""
-    for layer in _layers(model):
+    for layer in model.graph.get_submodule("encoder.layers").children():
         layer.__dict__.pop("forward", None)
-
-
-def _layers(model: Any) -> list[nn.Module]:
-    return list(dict.fromkeys(model.graph.get_submodule("encoder.layers").children()))
 
 
 def known_of(model: Any, options: Options) -> Known:
     """Return the head and labels that the starting model has."""
-    if not isinstance(model, (str, os.PathLike)):
-        return Known(model.head, tuple(model.config.labels), _ordered(model.config.family))
-    from flodl_hf.checkpoints.config.model_config import read_config
-    from flodl_hf.checkpoints.weights.loading import head_of
+    if isinstance(model, (str, os.PathLike)):
+        from flodl_hf.checkpoints.config.model_config import read_config
+        from flodl_hf.checkpoints.weights.loading import head_of
 
-    config = read_config(os.fspath(model), **_hub(options))
-    head = head_of(config.family, config.source.get("architectures"))
-    unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(config.labels))
-    return Known(head, () if unnamed else tuple(config.labels), _ordered(config.family))
-
-
-def _ordered(family: Any) -> bool:
-    """Return whether a family's pairs are learned by their order, as ALBERT's are."""
-    return "pretraining" in family.heads and family.heads["pretraining"].relation_output == "sop_logits"
-
-
-def _hub(options: Options) -> dict[str, Any]:
-    return {"revision": options.revision, "local_files_only": options.local_files_only}
+        config = read_config(os.fspath(model), revision=options.revision, local_files_only=options.local_files_only)
+        head = head_of(config.family, config.source.get("architectures"))
+        unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(config.labels))
+        labels = () if unnamed else tuple(config.labels)
+    else:
+        config, head, labels = model.config, model.head, tuple(model.config.labels)
+    pretraining = config.family.heads.get("pretraining")
+    # Pairs of a family may be learned by their order, as ALBERT's are.
+    return Known(head, labels, pretraining is not None and pretraining.relation_output == "sop_logits")
 
 
 def settle_head(known: Known, task: Task, options: Options) -> tuple[Options, list[str]]:
@@ -240,13 +228,11 @@ def open_start(model: Any, task: Task, options: Options) -> tuple[EncoderModel, 
     if isinstance(model, (str, os.PathLike)):
         # Ranks with shards map the file and share its pages, instead of reading the whole model.
         cut = bool(options.shard) and options.ranks > 1
-        shown = {"mapped": True} if cut else {}
+        opening: dict[str, Any] = {"mapped": True} if cut else {}
+        opening |= {name: getattr(options, name) for name in ("attention", "revision", "local_files_only")}
         factory = ModelFactory(
-            os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout,
-            {**shown, "attention": options.attention, **_hub(options)}, bool(options.new_head), options.adapter,
-            options.seed,
-            task.start,
-            as_stored=cut and not task.attaches,
+            os.fspath(model), task.head, task.labels, task.problem_type, options.freeze, options.dropout, opening,
+            bool(options.new_head), options.adapter, options.seed, task.start, as_stored=cut and not task.attaches,
         )  # fmt: skip
         return factory.open(), factory
     wrong = ["new_head requires a folder or name"] if options.new_head else []

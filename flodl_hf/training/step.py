@@ -164,10 +164,9 @@ def run_model(model: Any, batch: Any, outputs: Sequence[str] = ()) -> tuple[Tens
     lead, led = prefix_of(model.graph), layout
     if lead is not None:
         ids, types, led = lead.rows(ids, types, layout)
-    if outputs:
-        scores, named = model.graph(ids, token_type_ids=types, layout=led, outputs=list(outputs))
-    else:
-        scores, named = model.graph(ids, token_type_ids=types, layout=led), {}
+    further: Any = {"outputs": list(outputs)} if outputs else {}
+    found = model.graph(ids, token_type_ids=types, layout=led, **further)
+    scores, named = found if outputs else (found, {})
     return scores if lead is None or model._per_text else layout.behind(lead.count, scores), named
 
 
@@ -308,20 +307,18 @@ class Objective(Scoring):
         return Loss(total, count)
 
     def _spans(self, scores: Tensor, batch: Any) -> Loss:
-        count: Any = scores.shape[0]
+        count, lowest = scores.shape[0], torch.finfo(scores.dtype).min
         if "places" in batch:
-            layout = Packed(batch["cu_seqlens"], (), batch["longest"], batch["places"], batch["opens"])
+            layout: Any = layout_of(batch)
             at, inside = layout.grid()
-            scores = scores[at].masked_fill(~inside[:, :, None], torch.finfo(scores.dtype).min)
+            scores = scores[at].masked_fill(~inside[:, :, None], lowest)
             count = batch["real"].sum()
         elif "cu_seqlens" in batch:
             rows = rows_of_scores(scores, batch, per_row=False)
-            lowest = torch.finfo(scores.dtype).min
             scores = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=lowest)
             count = len(rows)
         elif self.mask_padding:
-            padding = (batch["attention_mask"] == 0)[:, :, None]
-            scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)
+            scores = scores.masked_fill((batch["attention_mask"] == 0)[:, :, None], lowest)
         start, end = (part.squeeze(-1).contiguous() for part in scores.split(1, dim=-1))
         starts, ends = batch["start_positions"], batch["end_positions"]
         if self.own is not None:

@@ -160,7 +160,11 @@ def task_line(task: Task, rows: Sequence[Any], requested: str | None) -> str:
     """
     columns: Any = task.columns  # type: ignore[attr-defined]
     found = {f.name: getattr(columns, f.name) for f in fields(columns) if f.name != "task"}
-    roles = [f"{role.replace('_', ' ')} {_quoted(name)}" for role, name in found.items() if name]
+    roles = [
+        f"{role.replace('_', ' ')} {', '.join(map(repr, name if isinstance(name, tuple) else (name,)))}"
+        for role, name in found.items()
+        if name
+    ]
     parts = [f"task {name_of(task)} from {', '.join(roles)}"]
     if isinstance(task, EmbeddingTask):
         forms = {table.form: ", ".join(map(repr, table.sources[0])) for table in task.tables.values()}
@@ -180,10 +184,6 @@ def task_line(task: Task, rows: Sequence[Any], requested: str | None) -> str:
     parts.append(f"{len(rows):,} row{'s' * (len(rows) != 1)}")
     line = "; ".join(parts)
     return line if requested else f"{line} (inferred from the columns; task= selects another)"
-
-
-def _quoted(name: Any) -> str:
-    return ", ".join(map(repr, name)) if isinstance(name, tuple) else repr(name)
 
 
 def choose_task(tables: Tables, options: Options, known: Known, own: Any = None) -> tuple[Task, Options]:
@@ -218,15 +218,10 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
     if kind is EmbeddingTask and not tables.parts:
         if denoises(options.vector_loss):
             kind, options = DenoisingTask, replace(options, vector_loss="DenoisingAutoEncoderLoss")
-        elif (
-            options.task
-            and own is None
-            and (
-                needs_layer(options.vector_loss, options.loss_options)
-                or (options.vector_loss is None and read_table(tables.train, options.columns).form == "pair_classes")
-            )
-        ):
-            kind = AuxiliaryTask
+        elif options.task and own is None:
+            by_form = options.vector_loss is None and read_table(tables.train, options.columns).form == "pair_classes"
+            if by_form or needs_layer(options.vector_loss, options.loss_options):
+                kind = AuxiliaryTask
     if kind is not None and is_vectors:
         return plan_embedding(tables.parts or {"": tables.train}, options, own, kind)
     if tables.parts:

@@ -7,15 +7,11 @@ meaning here raises an error with the replacement. A name that changes no number
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, TypedDict, get_args, get_type_hints
 
 from flodl_hf.checkpoints.keywords import PRECISION_SPELLINGS
-
-
-class Refusal(ValueError):
-    """The name has another meaning here; the text contains the replacement."""
-
 
 Found = dict[str, Any]
 """Our options, as a word or several make them."""
@@ -23,7 +19,7 @@ Found = dict[str, Any]
 
 def _epochs(value: Any, options: Mapping[str, Any]) -> Found:
     if isinstance(value, (int, float)) and value != int(value):
-        raise Refusal("epochs are whole here; give epochs=, and max_steps= to stop within one")
+        raise ValueError("epochs are whole here; give epochs=, and max_steps= to stop within one")
     return {"epochs": value}
 
 
@@ -40,16 +36,16 @@ def _batch_size(value: Any, options: Mapping[str, Any]) -> Found:
 
 def _warmup_ratio(value: Any, options: Mapping[str, Any]) -> Found:
     if isinstance(value, (int, float)) and value >= 1:
-        raise Refusal("from 1 up warmup= is a number of steps; a share is below 1")
+        raise ValueError("from 1 up warmup= is a number of steps; a share is below 1")
     return {"warmup": value} if value else {}
 
 
 def _schedule(value: Any, options: Mapping[str, Any]) -> Found:
     name = str(getattr(value, "value", value))
     if name in ("reduce_lr_on_plateau", "greedy"):
-        raise Refusal("schedule='plateau' counts epochs, with its own patience and factor; set it explicitly")
+        raise ValueError("schedule='plateau' counts epochs, with its own patience and factor; set it explicitly")
     if name == "constant" and (options.get("warmup_ratio") or options.get("warmup_steps") or options.get("warmup")):
-        raise Refusal("transformers ignores its warmup; use constant_with_warmup, or remove the warmup")
+        raise ValueError("transformers ignores its warmup; use constant_with_warmup, or remove the warmup")
     return {"schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(name, name)}
 
 
@@ -70,7 +66,7 @@ def _curve(value: Any, options: Mapping[str, Any]) -> Found:
     if not value:
         return {}
     if not isinstance(value, Mapping):
-        raise Refusal("schedule_options= is a map of names to values")
+        raise ValueError("schedule_options= is a map of names to values")
     return {"schedule_options": {_CURVE.get(name, name): part for name, part in value.items()}}
 
 
@@ -80,23 +76,16 @@ def _optimizer(value: Any, options: Mapping[str, Any]) -> Found:
         return {"optimizer": "adamw"}
     if name == "sgd":
         return {"optimizer": "sgd", **({} if "beta1" in options or "adam_beta1" in options else {"beta1": 0.0})}
-    raise Refusal("optimizer= is adamw or sgd here")
+    raise ValueError("optimizer= is adamw or sgd here")
 
 
-def _strategy(ours: str, steps: str) -> Callable[[Any, Mapping[str, Any]], Found]:
-    def taken(value: Any, options: Mapping[str, Any]) -> Found:
-        name = str(getattr(value, "value", value))
-        if name == "epoch":
-            return {}
-        if name == "steps":
-            return {} if options.get(steps) or options.get(ours) else {ours: 500}
-        if name == "no" and ours == "eval_every":
-            raise Refusal("evaluation runs after each epoch; remove eval= to skip it")
-        if name == "no":
-            return {}
-        raise Refusal(f"expected epoch, or steps with {ours}=")
-
-    return taken
+def _strategy(value: Any, options: Mapping[str, Any], ours: str, steps: str) -> Found:
+    name = str(getattr(value, "value", value))
+    if name == "no" and ours == "eval_every":
+        raise ValueError("evaluation runs after each epoch; remove eval= to skip it")
+    if name not in ("epoch", "no", "steps"):
+        raise ValueError(f"expected epoch, or steps with {ours}=")
+    return {ours: 500} if name == "steps" and not (options.get(steps) or options.get(ours)) else {}
 
 
 def _metric(value: Any, options: Mapping[str, Any]) -> Found:
@@ -106,31 +95,31 @@ def _metric(value: Any, options: Mapping[str, Any]) -> Found:
     name = str(value)
     name = name if name in ("loss", "eval_loss") else name.removeprefix("eval_")
     if greater and name in ("loss", "eval_loss"):
-        raise Refusal("of a loss less is better; leave greater_is_better out")
+        raise ValueError("of a loss less is better; leave greater_is_better out")
     return {"metric": f"-{name}" if greater is False else name}
 
 
 def _greater(value: Any, options: Mapping[str, Any]) -> Found:
     if value is not None and not (options.get("metric_for_best_model")):
-        raise Refusal("use metric= with '-' before the name if lower is better")
+        raise ValueError("use metric= with '-' before the name if lower is better")
     return {}
 
 
 def _data_seed(value: Any, options: Mapping[str, Any]) -> Found:
     if value is not None and value != options.get("seed", 42):
-        raise Refusal("seed= decides the order of data as well")
+        raise ValueError("seed= decides the order of data as well")
     return {}
 
 
 def _resume(value: Any, options: Mapping[str, Any]) -> Found:
     if isinstance(value, (str, os.PathLike)):
-        raise Refusal("use resume=True, and checkpoints= for the folder; the newest checkpoint is loaded")
+        raise ValueError("use resume=True, and checkpoints= for the folder; the newest checkpoint is loaded")
     return {"resume": bool(value)} if value else {}
 
 
 def _device(value: Any, options: Mapping[str, Any]) -> Found:
     if value is not None and not isinstance(value, str) and not hasattr(value, "type"):
-        raise Refusal("expected the name of one device; devices= is for several")
+        raise ValueError("expected the name of one device; devices= is for several")
     return {} if value is None else {"devices": str(value)}
 
 
@@ -138,12 +127,12 @@ def _order(value: Any, options: Mapping[str, Any]) -> Found:
     name = str(getattr(value, "value", value))
     if name in ("random", "group_by_length"):
         return {"group_by_length": name == "group_by_length"}
-    raise Refusal("rows come in a new order in each epoch; group_by_length=True puts similar lengths together")
+    raise ValueError("rows come in a new order in each epoch; group_by_length=True puts similar lengths together")
 
 
 def _labels(value: Any, options: Mapping[str, Any]) -> Found:
     if not isinstance(value, Mapping) or sorted(int(k) for k in value) != list(range(len(value))):
-        raise Refusal("labels= is a list of names in the order of their numbers")
+        raise ValueError("labels= is a list of names in the order of their numbers")
     return {"labels": [value[k] for k in sorted(value, key=int)]}
 
 
@@ -160,8 +149,8 @@ class TrainerWords(TypedDict, total=False):
     doc_stride: Annotated[int, "stride"]
     early_stopping_patience: Annotated[int, "early_stopping"]
     eval_steps: Annotated[int | None, "eval_every"]
-    eval_strategy: Annotated[Any, _strategy("eval_every", "eval_steps")]
-    evaluation_strategy: Annotated[Any, _strategy("eval_every", "eval_steps")]
+    eval_strategy: Annotated[Any, partial(_strategy, ours="eval_every", steps="eval_steps")]
+    evaluation_strategy: Annotated[Any, partial(_strategy, ours="eval_every", steps="eval_steps")]
     fp16: Annotated[bool, {"precision": "fp16"}]
     full_determinism: Annotated[bool, {"deterministic": True}]
     gradient_accumulation_steps: Annotated[int, "accumulate"]
@@ -186,7 +175,7 @@ class TrainerWords(TypedDict, total=False):
     report_to: Annotated[Any, lambda value, options: {"trackers": () if value in ("none", None) else value}]
     resume_from_checkpoint: Annotated[bool | None, _resume]
     save_steps: Annotated[int, "save_every"]
-    save_strategy: Annotated[Any, _strategy("save_every", "save_steps")]
+    save_strategy: Annotated[Any, partial(_strategy, ours="save_every", steps="save_steps")]
     save_total_limit: Annotated[int | None, "keep_last"]
     tf32: Annotated[bool | None, {"precision": "tf32"}]
     torch_compile: Annotated[bool, "compile"]
@@ -269,7 +258,7 @@ def translated(options: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[di
             continue
         try:
             found = _ours(name, value, options) if name in known or name in TAKEN else {name: value}
-        except Refusal as fault:
+        except ValueError as fault:
             problems.append(f"{name}: found {getattr(value, 'value', value)!r}; {fault}")
             continue
         for ours, part in found.items():
