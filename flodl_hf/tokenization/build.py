@@ -33,6 +33,7 @@ from flodl_hf.tokenization.settings import (
     content,
     decode_text,
     guess_model_type,
+    parse_file,
     parse_json,
     rules_of,
     said_of,
@@ -443,10 +444,8 @@ def read_backend(
     Raises:
         TokenizerError: if the files are damaged, or the tokenizer class is not supported.
     """
-    stated, mapped, added = (
-        parse_json(files[name], f"{folder}/{name}") if name in files else {}
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-    )
+    names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    stated, mapped, added = (parse_file(files, name, folder) for name in names)
     size = config.get("vocab_size")
     rows = size if isinstance(size, int) else None
     rules = class_rules(class_name(stated, config))

@@ -66,7 +66,7 @@ def with_settings(files: Mapping[str, bytes], changes: Mapping[str, Any], folder
     """
     found = dict(files)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        stated = parse_json(files[name], f"{folder}/{name}") if name in files else {}
+        stated = parse_file(files, name, folder)
         here = changes if name == "tokenizer_config.json" else {key: changes[key] for key in changes.keys() & stated}
         if here:
             found[name] = json.dumps({**stated, **here}, indent=2, ensure_ascii=False).encode()
@@ -94,22 +94,22 @@ def parse_json(data: bytes, path: str, pairs: Callable[[list[tuple[str, Any]]], 
     Raises:
         TokenizerError: if it is not UTF-8, not JSON, nested too deeply, or not an object.
     """
-    text = decode_text(data, path)
+    value, text = None, decode_text(data, path)
     try:
         value = json.loads(text, object_pairs_hook=pairs)
+        reason = f"found a JSON {type(value).__name__}"
     except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise TokenizerError(
-            f"{path}: not valid JSON: {printable(reason)}; expected an object; fetch the file again",
-            where=path,
-            reason=reason,
-        ) from error
-    if not isinstance(value, dict):
-        raise TokenizerError(
-            f"{path}: found a JSON {type(value).__name__}, expected an object; fetch the file again",
-            where=path,
+        reason = (
+            f"not valid JSON: {'nested too deeply' if isinstance(error, RecursionError) else printable(str(error))}"
         )
-    return value
+    if isinstance(value, dict):
+        return value
+    raise TokenizerError(f"{path}: {reason}; expected an object; fetch the file again", where=path, reason=reason)
+
+
+def parse_file(files: Mapping[str, bytes], name: str, folder: str) -> dict[str, Any]:
+    """Return the JSON object in one of the files; an empty one without the file."""
+    return parse_json(files[name], f"{folder}/{name}") if name in files else {}
 
 
 def wrong_value(path: str, key: str, value: Any, expected: str, hint: str = "") -> TokenizerError:
@@ -281,20 +281,13 @@ def check_keys(stated: Mapping[str, Any], mapped: Mapping[str, Any], rules: Fami
             types = APPLIED.get(key)
             expected = None if value is None else _refused(key, value, rules)
             # bool is an int for Python and no number for JSON.
-            if (
-                types
-                and value is not None
-                and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types))
-            ):
+            is_typed = types and isinstance(value, types) and (bool in types or not isinstance(value, bool))
+            if types and value is not None and not is_typed:
                 expected = " or ".join(_JSON[kind] for kind in types)
             if expected is not None:
                 raise wrong_value(f"{folder}/{name}", key, value, expected)
-            if (
-                types is None
-                and key not in INERT
-                and not key.endswith(("_token", "_token_id"))
-                and not key.startswith("_")
-            ):
+            is_token = key.endswith(("_token", "_token_id")) or key.startswith("_")
+            if types is None and key not in INERT and not is_token:
                 unknown.append(f"{key} ({name})")
     return [f"unknown settings are ignored: {', '.join(unknown)}"] if unknown else []
 
@@ -348,19 +341,6 @@ class Settings:
         return "token_type_ids" in self.input_names
 
 
-def _input_names(stated: Mapping[str, Any], config: Mapping[str, Any], family: Family | None) -> tuple[str, ...]:
-    """Return the entries that a call returns by default, as in transformers."""
-    names = stated.get("model_input_names")
-    if isinstance(names, list):
-        return tuple(names)
-    named_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
-    rules = class_rules(class_name(stated, config)) if named_class else rules_of(family)
-    if rules is not None and rules.inputs:
-        return rules.inputs
-    types = rules is not None and rules.type_ids
-    return ("input_ids", *["token_type_ids"] * types, "attention_mask")
-
-
 def content(value: Any) -> str | None:
     """Return the text of a token as settings files write it: a string, or an object with ``content``."""
     if isinstance(value, Mapping):
@@ -386,14 +366,12 @@ def named_tokens(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 def extra_tokens(*sources: Mapping[str, Any]) -> dict[str, Any]:
     """Return the further special tokens of settings files, in their order, with their entries."""
-    found = {text: value for value in named_tokens(sources[0]).values() if (text := content(value))}
-    for source in sources:
-        for key in ("extra_special_tokens", "additional_special_tokens"):
-            values = source.get(key)
-            for value in values if isinstance(values, list) else ():
-                text = content(value)
-                if text:
-                    found.setdefault(text, value)
+    listed = [source.get(key) for source in sources for key in ("extra_special_tokens", "additional_special_tokens")]
+    values = [value for part in listed if isinstance(part, list) for value in part]
+    found: dict[str, Any] = {}
+    for value in (*named_tokens(sources[0]).values(), *values):
+        if text := content(value):
+            found.setdefault(text, value)
     return found
 
 
@@ -440,15 +418,19 @@ def read_settings(
         TokenizerError: if a settings file is damaged or contains an invalid value.
     """
     where, sides = f"{folder}/tokenizer_config.json", sides or {}
-    stated = parse_json(files["tokenizer_config.json"], where) if "tokenizer_config.json" in files else {}
-    mapped: dict[str, Any] = {}
-    if "special_tokens_map.json" in files:
-        mapped = parse_json(files["special_tokens_map.json"], f"{folder}/special_tokens_map.json")
+    stated, mapped = (parse_file(files, f"{name}.json", folder) for name in ("tokenizer_config", "special_tokens_map"))
     known_as = model_type or guess_model_type(config, stated)
     family = named(known_as)
-    rules = class_rules(class_name(stated, config)) or rules_of(family)
-    # A class that only wraps tokenizer.json has no default special tokens.
+    by_class = class_rules(class_name(stated, config))
+    rules = by_class or rules_of(family)
     named_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
+    input_names = stated.get("model_input_names")
+    if not isinstance(input_names, list):
+        # As in transformers, a class without rules returns no token types.
+        is_known = by_class is not None or not named_class
+        types = ["token_type_ids"] * (is_known and rules.type_ids)
+        input_names = (is_known and rules.inputs) or ("input_ids", *types, "attention_mask")
+    # A class that only wraps tokenizer.json has no default special tokens.
     generic = named_class and class_name(stated, config) is None
     custom = {} if generic else rules.special
     fallback = {"pad_token": pad_token} if pad_token else {}
@@ -461,18 +443,16 @@ def read_settings(
         if token is not None:
             special[role] = token
     own = {role: token for role, token in custom.items() if role.endswith("_token") and role not in ROLES}
-    extra = [token for token in extra_tokens(stated, mapped) if known(token)]
+    further = {role: content(value) for role, value in {**own, **named_tokens(stated)}.items()}
     return Settings(
         special=special,
-        extra_special=tuple(extra),
-        named_special={
-            role: text for role, value in {**own, **named_tokens(stated)}.items() if (text := content(value))
-        },
+        extra_special=tuple(filter(known, extra_tokens(stated, mapped))),
+        named_special={role: text for role, text in further.items() if text},
         model_max_length=_max_length(stated, where),
         padding_side=_side(stated, "padding_side", where, sides.get("padding_side", rules.padding_side)),
         truncation_side=_side(stated, "truncation_side", where, sides.get("truncation_side", "right")),
         clean_up=stated.get("clean_up_tokenization_spaces") is True,
-        input_names=_input_names(stated, config, family),
+        input_names=tuple(input_names),
         split_special=stated.get("split_special_tokens") is True,
         model_type=known_as,
         raw=stated,

@@ -32,6 +32,7 @@ from flodl_hf.tokenization.settings import (
     TOKENIZER_FILES,
     Settings,
     content,
+    parse_file,
     parse_json,
     read_bytes,
     read_settings,
@@ -134,8 +135,7 @@ class Tokenizer(Calls):
         self.settings = self._read_settings(self._files, model_type)
         found = []
         if "tokenizer.json" in self._files and not self._backend.by_code:
-            name = "special_tokens_map.json"
-            mapped = parse_json(self._files[name], f"{folder}/{name}") if name in self._files else {}
+            mapped = parse_file(self._files, "special_tokens_map.json", self._folder)
             with translated_errors(f"{folder}/tokenizer.json", "the tokenizer definition is damaged; fetch it again"):
                 found = [*contradictions(self._backend, self.settings, mapped, self._config)]
         self.notes = (*notes, *found)
