@@ -301,24 +301,19 @@ class Backend:
                 if "Custom PreTokenizer" not in str(error):
                     raise
                 splitter = None  # Python code cannot be serialized
-        factor = growth(normalizer)
-        if factor > MAX_GROWTH:
-            raise TokenizerError(
-                f"{source}: the normalizer can turn one character into {factor}; at most {MAX_GROWTH} are allowed, "
-                "because a short text could exhaust memory; do not use this file",
-                where=source,
-                found=factor,
-                expected=MAX_GROWTH,
-            )
-        added = inner.num_special_tokens_to_add(True)
-        if added > MAX_FRAME:
-            raise TokenizerError(
-                f"{source}: the template puts {added:,} special tokens around two texts; at most {MAX_FRAME} are "
-                "allowed, because they would leave no space for the texts; do not use this file",
-                where=source,
-                found=added,
-                expected=MAX_FRAME,
-            )
+        factor, added = growth(normalizer), inner.num_special_tokens_to_add(True)
+        for found, limit, what, why in (
+            (
+                factor,
+                MAX_GROWTH,
+                f"the normalizer can turn one character into {factor}",
+                "a short text could exhaust memory",
+            ),
+            (added, MAX_FRAME, f"the template puts {added:,} special tokens around two texts", "no text would fit"),
+        ):
+            if found > limit:
+                fault = f"{source}: {what}; at most {limit} are allowed, because {why}; do not use this file"
+                raise TokenizerError(fault, where=source, found=found, expected=limit)
         self.inner = inner
         self.by_code = splitter is None
         self._splits_as_bert = splitter is not None and splitter.get("type") == "BertPreTokenizer"
@@ -328,10 +323,8 @@ class Backend:
         pad_token, pad_id = padding.get("pad_token"), padding.get("pad_id")
         agree = isinstance(pad_token, str) and inner.token_to_id(pad_token) == pad_id
         self.pad_token: str | None = pad_token if agree else None
-        sections = {"padding_side": padding, "truncation_side": truncation}
-        self.sides = {
-            name: side for name, said in sections.items() if (side := said.get("direction")) in ("left", "right")
-        }
+        directions = {"padding_side": padding.get("direction"), "truncation_side": truncation.get("direction")}
+        self.sides = {name: side for name, side in directions.items() if side in ("left", "right")}
         self.joins_words = joins_words(splitter)
         template = json.loads(inner.post_processor.__getstate__()) if inner.post_processor else {}
         # Whether the first token of each window keeps one space in its offsets, as the library trims them.

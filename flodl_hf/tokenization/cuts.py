@@ -86,7 +86,20 @@ def plan_windows(
         TokenizerError: without ``words``, the stride is not below the capacity.
     """
     if words is None:
-        return _plan_evenly(sizes, capacity, stride, side, names)
+        if (faults := np.flatnonzero(stride >= capacity)).size:
+            at = int(faults[0])
+            raise TokenizerError(
+                f"{names[at]}: found a stride of {stride} and windows of {capacity[at]} tokens of this text; "
+                "the stride must be smaller: lower it, or raise max_tokens",
+                where=names[at],
+                found=stride,
+                expected=int(capacity[at]),
+            )
+        times = np.maximum(1, -(-(sizes - stride) // (capacity - stride)))
+        text = np.repeat(np.arange(len(sizes)), times)
+        start = _counted(times) * (capacity - stride)[text]
+        stop = np.minimum(start + capacity[text], sizes[text])
+        return (text, start, stop) if side == "right" else (text, sizes[text] - stop, sizes[text] - start)
     begins = np.cumsum(sizes) - sizes
     border = np.append(True, (words[1:] != words[:-1]) | (words[1:] < 0))[: len(words)]
     border[begins[sizes > 0]] = True
@@ -115,24 +128,9 @@ def plan_windows(
     return texts[order], starts[order], stops[order]
 
 
-def _plan_evenly(
-    sizes: np.ndarray, capacity: np.ndarray, stride: int, side: str, names: Sequence[str]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the windows that `plan_windows` plans without words."""
-    if (faults := np.flatnonzero(stride >= capacity)).size:
-        at = int(faults[0])
-        raise TokenizerError(
-            f"{names[at]}: found a stride of {stride} and windows of {capacity[at]} tokens of this text; "
-            "the stride must be smaller: lower it, or raise max_tokens",
-            where=names[at],
-            found=stride,
-            expected=int(capacity[at]),
-        )
-    times = np.maximum(1, -(-(sizes - stride) // (capacity - stride)))
-    text = np.repeat(np.arange(len(sizes)), times)
-    start = (np.arange(len(text)) - np.repeat(np.cumsum(times) - times, times)) * (capacity - stride)[text]
-    stop = np.minimum(start + capacity[text], sizes[text])
-    return (text, start, stop) if side == "right" else (text, sizes[text] - stop, sizes[text] - start)
+def _counted(times: np.ndarray) -> np.ndarray:
+    """Return the numbers from 0 below each of ``times``, end to end."""
+    return np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
 
 
 def _span(row: Row, sequence: int, name: str) -> tuple[int, int]:
@@ -155,16 +153,6 @@ def divided_text(name: str) -> TokenizerError:
     )
 
 
-def _slice(row: Row, keep: list[range], window: int, first: int, last: int, truncated: bool) -> Row:
-    def pick(name: str) -> list[Any]:
-        values = getattr(row, name)
-        return [value for part in keep for value in values[part.start : part.stop]]
-
-    names = ("ids", "type_ids", "offsets", "word_ids", "sequence_ids", "special", "tokens")
-    parts = {name: pick(name) for name in names}
-    return Row(**parts, window=window, first_token=first, last_token=last, truncated=truncated)
-
-
 def too_long(name: str, total: int, max_tokens: int, uncut: int | None = -1) -> TextTooLongError:
     """Return the error about a text that does not fit.
 
@@ -174,17 +162,12 @@ def too_long(name: str, total: int, max_tokens: int, uncut: int | None = -1) -> 
         max_tokens: how many fit.
         uncut: tokens that are not to be cut; None if the specials alone do not fit; -1 if truncation is off.
     """
-    why, remedy = (
-        f"of which {uncut} are not to be cut",
-        "raise max_tokens, shorten the other text, or cut the other one",
-    )
+    why, remedy = "and truncation is off", "shorten it, or pass another long_texts (server: truncate or windows)"
     if uncut is None:
         why, remedy = "and the special tokens alone are more", "raise max_tokens"
-    elif uncut < 0:
-        why, remedy = (
-            "and truncation is off",
-            "shorten it, or pass another long_texts (server: truncate or windows)",
-        )
+    elif uncut >= 0:
+        why = f"of which {uncut} are not to be cut"
+        remedy = "raise max_tokens, shorten the other text, or cut the other one"
     return TextTooLongError(
         f"{name}: {total} tokens with special tokens, {why}; at most {max_tokens} fit; {remedy}",
         where=name,
@@ -293,8 +276,7 @@ def plan_cuts(
     first, last, text = first[:, row], last[:, row], text[row]
     planned = np.flatnonzero(windowed[row])
     first[text[planned], planned], last[text[planned], planned] = low, high
-    window = np.arange(len(row)) - np.repeat(np.cumsum(times) - times, times)
-    return Cuts(row, window, text, first, last, ~windowed)
+    return Cuts(row, _counted(times), text, first, last, ~windowed)
 
 
 def cut_each(
@@ -353,7 +335,16 @@ def cut_each(
                 begin = stop
         parts.append(range(begin, len(row.ids)))
         group = found[long[at]]
-        group.append(_slice(row, parts, len(group), first[text], last[text], bool(cuts.truncated[at])))
+        made: dict[str, Any] = {
+            name: [value for part in parts for value in getattr(row, name)[part.start : part.stop]]
+            for name in ("ids", "type_ids", "offsets", "word_ids", "sequence_ids", "special", "tokens")
+        }
+        group.append(
+            Row(
+                **made, window=len(group), first_token=first[text], last_token=last[text],
+                truncated=bool(cuts.truncated[at]),
+            )
+        )  # fmt: skip
     return found
 
 
@@ -376,13 +367,6 @@ def with_space(part: Row, whole: Row) -> Row:
     return replace(part, offsets=offsets)
 
 
-def _places(words: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return where each word that is not empty starts in the joined text, and its number."""
-    numbers = [number for number, word in enumerate(words) if word]
-    starts = list(accumulate((len(words[number]) + 1 for number in numbers), initial=0))
-    return starts[: len(numbers)], numbers
-
-
 def rows_from_joined(
     rows: Sequence[Row], texts: Sequence[Sequence[str]], pairs: Sequence[Sequence[str]] | None
 ) -> list[Row]:
@@ -396,7 +380,12 @@ def rows_from_joined(
     out = []
     for index, row in enumerate(rows):
         words = (texts[index], () if pairs is None else pairs[index])
-        places = (_places(words[0]), _places(words[1]))
+        # The number of each word that is not empty, and where it starts in the joined text.
+        numbers = [[number for number, word in enumerate(text) if word] for text in words]
+        starts = [
+            list(accumulate((len(text[number]) + 1 for number in found), initial=0))[:-1]
+            for text, found in zip(words, numbers, strict=True)
+        ]
         word_ids: list[int | None] = []
         offsets: list[tuple[int, int]] = []
         for sequence, (start, end) in zip(row.sequence_ids, row.offsets, strict=True):
@@ -404,10 +393,9 @@ def rows_from_joined(
                 word_ids.append(None)
                 offsets.append((0, 0))
                 continue
-            starts, numbers = places[sequence]
             # The last character decides: the first may be the space before the word.
-            at = bisect_right(starts, max(start, end - 1)) - 1
-            base, number = starts[at], numbers[at]
+            at = bisect_right(starts[sequence], max(start, end - 1)) - 1
+            base, number = starts[sequence][at], numbers[sequence][at]
             length = len(words[sequence][number])
             word_ids.append(number)
             offsets.append((min(max(start - base, 0), length), min(max(end - base, 0), length)))

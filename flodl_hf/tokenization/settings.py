@@ -88,15 +88,15 @@ def decode_text(data: bytes, path: str) -> str:
         ) from error
 
 
-def parse_json(data: bytes, path: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> dict[str, Any]:
-    """Return the JSON object in ``data``; ``pairs`` makes the value of an object from its keys and values.
+def parse_json(data: bytes, path: str) -> dict[str, Any]:
+    """Return the JSON object in ``data``.
 
     Raises:
         TokenizerError: if it is not UTF-8, not JSON, nested too deeply, or not an object.
     """
     value, text = None, decode_text(data, path)
     try:
-        value = json.loads(text, object_pairs_hook=pairs)
+        value = json.loads(text)
         reason = f"found a JSON {type(value).__name__}"
     except (ValueError, RecursionError) as error:
         reason = (
