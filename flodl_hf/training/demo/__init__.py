@@ -54,9 +54,9 @@ def learn_vocabulary(size: int = 600) -> Tokenizer:
 def train_wordpiece(
     texts: Iterable[str], *, vocab_size: int = 2000, lowercase: bool = True, max_length: int = 512
 ) -> Tokenizer:
-    """Return a BERT tokenizer with a vocabulary learned from ``texts``, see `flodl_hf.tokenization.train`."""
+    """Return a BERT tokenizer with a vocabulary learned from ``texts``, see `flodl_hf.tokenization.python_words`."""
+    from flodl_hf.tokenization.python_words import wordpiece_files
     from flodl_hf.tokenization.tokenizer import Tokenizer
-    from flodl_hf.tokenization.train import wordpiece_files
 
     files = wordpiece_files(texts, vocab_size, lowercase=lowercase, max_length=max_length)
     built = Tokenizer.from_files(files, folder="trained", model_type="bert")
