@@ -19,7 +19,7 @@ from flodl_hf.errors import TokenizerError
 from flodl_hf.families import families, named
 from flodl_hf.families.schema import FamilyTokenizer
 from flodl_hf.tokenization.classes import PYTHON_BUILDERS, WITHOUT_CLASS
-from flodl_hf.tokenization.definition import add_tokens, frame, framed, load_json, overridden, role_tokens
+from flodl_hf.tokenization.definition import add_tokens, added_token, frame, framed, load_json, overridden
 from flodl_hf.tokenization.guard import translated_errors
 from flodl_hf.tokenization.sentencepiece import llama, pieces, read_model, sentencepiece_pieces
 from flodl_hf.tokenization.settings import (
@@ -345,19 +345,15 @@ def _choose(source: Source, model_type: str | None, config: Mapping[str, Any]) -
             )
         return rules
     present = [f for f in families() if rules_of(f).files and all(name in files for name in rules_of(f).files)]
-    for family in present:
-        if family.model_type == model_type:
-            return rules_of(family)
+    if (family := next((family for family in present if family.model_type == model_type), None)) is not None:
+        return rules_of(family)
     if not present:
-        below = vocabularies_below(Path(folder))
+        advice = "copy the tokenizer files of the checkpoint there"
+        for below in vocabularies_below(Path(folder))[:1]:
+            advice = f"the folder {below!r} in it has one: pass subfolder={below!r}"
         raise TokenizerError(
             f"{folder}: there is no tokenizer; expected tokenizer.json, vocab.txt, vocab.json with merges.txt, or a "
-            "sentencepiece model; "
-            + (
-                f"the folder {below[0]!r} in it has one: pass subfolder={below[0]!r}"
-                if below
-                else "copy the tokenizer files of the checkpoint there"
-            ),
+            f"sentencepiece model; {advice}",
             where=folder,
             found=sorted(files),
             expected=TOKENIZER_FILES,
@@ -406,7 +402,12 @@ def build_backend(source: Source, model_type: str | None, config: Mapping[str, A
     source = replace(source, rules=own, tokens=tokens)
     with translated_errors(file, "the vocabulary files are damaged; fetch them again"):
         tokenizer = _BUILDERS[own.build or own.files[0]](source)
-        add_tokens(tokenizer, source, role_tokens(tokens, stated, mask_takes_space=own.mask_takes_space))
+        special = [
+            added_token(text, stated.get(role), special=True, lstrip=own.mask_takes_space and role == "mask_token")
+            for role, text in tokens.items()
+            if role.endswith("_token")
+        ]
+        add_tokens(tokenizer, source, special)
         frame(tokenizer, source, tokens)
     return tokenizer
 

@@ -202,28 +202,22 @@ def _used(role: str, token: str, former: str) -> str:
     return f"{role}: {new} by the settings files and {old} in tokenizer.json; the former is used, as in transformers 5"
 
 
-def _token(text: str, stated: Any, *, special: bool, takes_space: bool = False) -> AddedToken:
-    # As in transformers, a token is matched in the normalized text unless it is special or its entry specifies it.
-    flags = {"lstrip": takes_space, "rstrip": False, "single_word": False, "normalized": not special}
+def added_token(text: str, stated: Any, *, special: bool, lstrip: bool = False) -> AddedToken:
+    """Return a token with the flags of its entry in the settings files.
+
+    As in transformers, a token is matched in the normalized text unless it is special or its entry specifies it.
+
+    Args:
+        text: the token.
+        stated: its entry, of which only a mapping has flags.
+        special: whether it is special.
+        lstrip: whether it includes the space before it by default.
+    """
+    flags = {"lstrip": lstrip, "rstrip": False, "single_word": False, "normalized": not special}
     for name in flags if isinstance(stated, Mapping) else ():
         if isinstance(stated.get(name), bool):
             flags[name] = stated[name]
     return AddedToken(text, special=special, **flags)
-
-
-def role_tokens(tokens: Mapping[str, str], stated: Mapping[str, Any], *, mask_takes_space: bool) -> list[AddedToken]:
-    """Return the token of each role as a special token.
-
-    Args:
-        tokens: token by role.
-        stated: entry of the settings files by role.
-        mask_takes_space: whether the mask token includes the space before it by default.
-    """
-    return [
-        _token(token, stated.get(role), special=True, takes_space=mask_takes_space and role == "mask_token")
-        for role, token in tokens.items()
-        if role.endswith("_token")
-    ]
 
 
 def _numbered(source: Source) -> list[tuple[int, AddedToken]]:
@@ -241,7 +235,7 @@ def _numbered(source: Source) -> list[tuple[int, AddedToken]]:
             faults.append(f"{printable(str(text), 40)}: found the id {printable(number, 40)}")
         else:
             is_special = value.get("special") is True if isinstance(value, Mapping) else not value and text in named
-            wanted.append((int(number), _token(text, value, special=is_special)))
+            wanted.append((int(number), added_token(text, value, special=is_special)))
     _raise(faults, "a token and a number in each entry", source)
     return sorted(wanted, key=lambda entry: entry[0])
 
@@ -273,7 +267,7 @@ def add_tokens(tokenizer: Tokenizer, source: Source, roles: Sequence[AddedToken]
     """
     numbered, rows = _numbered(source), source.rows
     listed = extra_tokens(source.settings, source.mapped)
-    extra = [_token(text, value, special=True) for text, value in listed.items()]
+    extra = [added_token(text, value, special=True) for text, value in listed.items()]
     notes, faults = [], []
     for number, token in (*numbered, *((None, token) for token in (*(roles or ()), *extra))):
         text, limited = token.content, roles is None or token in extra

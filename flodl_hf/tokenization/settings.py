@@ -129,11 +129,9 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> tuple[str, ...]:
         for name, data in files.items():
             write_atomically(folder / name, [data])
     except OSError as error:
-        at = f" at {error.filename}" if error.filename else ""
         raise ExportError(
-            f"{folder}: cannot be written: {error.strerror or error}{at}; expected to write the tokenizer's "
-            "files; each is whole, the old one or the new. Free some space, or check that the folder may be written, "
-            "and save again",
+            f"{folder}: cannot be written: {error}; expected to write the tokenizer's files, each whole or not at all. "
+            "Free some space, or check that the folder may be written, and save again",
             path=str(folder),
             problems=[str(error)],
             errno=error.errno,

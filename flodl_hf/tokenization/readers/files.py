@@ -33,23 +33,32 @@ SUFFIXES: dict[str, Format] = {
 }  # fmt: skip
 
 
-def format_of(source: str | os.PathLike[str], format: str | None = None) -> str:
+def format_of(
+    source: str | os.PathLike[str], format: str | None = None, known: Sequence[str] = get_args(Format)
+) -> str:
     """Return ``format`` if it is given, else the format of the suffix. Standard input is text.
 
     Raises:
-        DataError: the suffix is not known.
+        DataError: the suffix is not known, or the format is not one of ``known``.
     """
-    if format or os.fspath(source) == STDIN:
-        return format or "text"
-    suffixes = [suffix.lower() for suffix in Path(source).suffixes]
-    if suffixes and suffixes[-1] == ".gz":
-        suffixes.pop()
-    kind = SUFFIXES.get(suffixes[-1]) if suffixes else None
+    kind = format or ("text" if os.fspath(source) == STDIN else None)
     if kind is None:
+        suffixes = [suffix.lower() for suffix in Path(source).suffixes]
+        if suffixes and suffixes[-1] == ".gz":
+            suffixes.pop()
+        kind = SUFFIXES.get(suffixes[-1]) if suffixes else None
+        if kind is None:
+            raise DataError(
+                f"{source}: found the suffix {''.join(suffixes) or '(none)'!r}, expected one of {sorted(SUFFIXES)}. "
+                "Rename the file, or set format=.",
+                path=str(source),
+            )
+    if kind not in known:
         raise DataError(
-            f"{source}: found the suffix {''.join(suffixes) or '(none)'!r}, expected one of {sorted(SUFFIXES)}. "
-            "Rename the file, or set format=.",
+            f"{source}: found format {kind!r}{nearest(kind, known)}, expected one of {', '.join(known)}. Set format=, "
+            "or convert the data to JSON lines (jsonl).",
             path=str(source),
+            format=kind,
         )
     return kind
 
@@ -78,16 +87,7 @@ def open_rows(
     path = Path(source)
     if not is_stdin:
         expect_file(path)
-    kind = format_of(source, format)
-    if kind not in FORMATS or (is_stdin and kind in ("parquet", "arrow")):
-        known = FORMATS[:4] if is_stdin else FORMATS
-        advice = "Convert the data to JSON lines (jsonl)." if kind in get_args(Format) else "Set format=."
-        raise DataError(
-            f"{path}: found format {kind!r}{nearest(kind, known)}, expected one of {', '.join(known)}, which are read "
-            f"row by row. {advice}",
-            path=str(path),
-            format=kind,
-        )
+    kind = format_of(path, format, FORMATS[:4] if is_stdin else FORMATS)
     if kind in ("parquet", "arrow"):
         return TableRows(path, kind)
     lines = Lines(None if is_stdin else path)
@@ -147,12 +147,6 @@ def read_rows(
         return read_saved_dataset(path, classes)
     expect_file(path)
     kind = format_of(path, format)
-    if kind not in get_args(Format):
-        raise DataError(
-            f"{path}: found format {kind!r}{nearest(kind, get_args(Format))}, expected one of {list(get_args(Format))}",
-            path=str(path),
-            format=kind,
-        )
     if kind == "conll":
         return read_conll(path, columns)
     if kind in ("json", "squad"):
@@ -377,16 +371,11 @@ def read_squad(content: Any, path: str | Path) -> Iterator[dict[str, Any]]:
                     faults.add(f"found the id {printable(name)} again, expected a unique id", location=here)
                 ids.add(name)
                 is_impossible = bool(question.get("is_impossible", False))
-                rows.append(
-                    {
-                        "id": name,
-                        "title": str(article.get("title", "")),
-                        "question": text,
-                        "context": context,
-                        "answers": _answers({} if is_impossible else question, context, here, faults),
-                        "is_impossible": is_impossible,
-                    }
-                )
+                answers = _answers({} if is_impossible else question, context, here, faults)
+                rows.append({
+                    "id": name, "title": str(article.get("title", "")), "question": text, "context": context,
+                    "answers": answers, "is_impossible": is_impossible,
+                })  # fmt: skip
     faults.check("Use the layout of SQuAD 1.1 or 2.0, with answer_start counted in characters.")
     yield from rows
 
@@ -395,11 +384,9 @@ def _answers(question: dict[str, Any], context: str, location: str, faults: Faul
     texts: list[str] = []
     starts: list[int] = []
     for answer, here in _items(question, "answers", location, faults, required=False):
-        text = _text(answer, "text", here, faults)
-        start = answer.get("answer_start") if isinstance(answer, dict) else None
-        if text is None:
+        if (text := _text(answer, "text", here, faults)) is None:
             continue
-        if not isinstance(start, int) or isinstance(start, bool):
+        if type(start := answer.get("answer_start")) is not int:
             faults.add(f"found answer_start {start!r}, expected an integer", location=here)
         elif start < 0 or context[start : start + len(text)] != text:
             found = printable(context[max(start, 0) : max(start, 0) + len(text)], 40)

@@ -372,15 +372,15 @@ def _separated(texts: Iterator[str]) -> tuple[str, Iterator[str]]:
         if text.strip():
             break
     header = first[-1].strip("\r\n") if first else ""
-    cells = {sign: next(csv.reader([header], delimiter=sign), []) for sign in (",", *DELIMITERS)}
-    found = [sign for sign in DELIMITERS if _names_several(cells[sign])]
-    return found[0] if len(cells[","]) == 1 and len(found) == 1 else ",", chain(first, texts)
-
-
-def _names_several(cells: Sequence[str]) -> bool:
-    """Return whether these are several column names. An empty first name belongs to row numbers."""
-    named = sum(bool(cell.strip()) for cell in cells)
-    return (named > 1 or (named == 1 and not cells[0].strip())) and _is_header(cells, ())
+    found = []
+    for sign in DELIMITERS:
+        cells = next(csv.reader([header], delimiter=sign), [])
+        # Several names; an empty first name belongs to row numbers.
+        named = sum(bool(cell.strip()) for cell in cells)
+        if (named > 1 or (named == 1 and not cells[0].strip())) and _is_header(cells, ()):
+            found.append(sign)
+    has_comma = len(next(csv.reader([header]), [])) != 1
+    return "," if has_comma or len(found) != 1 else found[0], chain(first, texts)
 
 
 def _is_header(cells: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
