@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,35 +88,24 @@ def _answers(value: Any, context: str) -> list[tuple[str, int]]:
     Raises:
         DataError: an answer is not at its stated start, or not in the context.
     """
-    if isinstance(value, Mapping) and isinstance(value.get("text"), str):
-        value = [value]
-    if isinstance(value, str):
-        value = [value] if value else []
-    if isinstance(value, Mapping):
-        texts, starts = list(value.get("text") or []), list(value.get("answer_start") or [])
+    if isinstance(value, Mapping) and not isinstance(value.get("text"), str):
+        items = list(zip_longest(value.get("text") or (), value.get("answer_start") or ()))
     else:
-        items = list(value or [])
-        texts = [item.get("text") if isinstance(item, Mapping) else item for item in items]
-        starts = [item.get("answer_start") if isinstance(item, Mapping) else None for item in items]
+        several = [value] if isinstance(value, (str, Mapping)) and value else list(value or ())
+        items = [
+            (one.get("text"), one.get("answer_start")) if isinstance(one, Mapping) else (one, None) for one in several
+        ]
     found = []
-    for k, text in enumerate(texts):
-        start = starts[k] if k < len(starts) else None
+    for text, start in items:
         if not isinstance(text, str) or not text:
             raise DataError(f"the answer {text!r} is no text")
-        at = context.find(text) if start is None else _start(start)
+        at = context.find(text) if start is None else int(start)
         if at < 0 or context[at : at + len(text)] != text:
             raise DataError(
                 f"the answer {printable(text, 60)} is not in the context{'' if start is None else f' at {at}'}"
             )
         found.append((text, at))
     return found
-
-
-def _start(value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise DataError(f"the answer's start {printable(str(value), 60)} is no integer") from None
 
 
 class _Scorer(Scorer):

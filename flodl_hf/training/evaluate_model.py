@@ -23,6 +23,7 @@ from flodl_hf.training.batching import evaluation_layout
 from flodl_hf.training.data import Tables, classes_used, list_multilabel_columns, numbered_as, read_tables
 from flodl_hf.training.evaluation import EvalPredictions, Evaluations, Own
 from flodl_hf.training.job import make_evaluation, note_long_texts, prepare_held_out, row_limits
+from flodl_hf.training.losses import is_named
 from flodl_hf.training.options import EvaluateOptions, Options, make_options
 from flodl_hf.training.ranking import list_columns, note_undefined_metrics
 from flodl_hf.training.report.figures import LabelTable, label_table
@@ -36,7 +37,7 @@ from flodl_hf.training.training_arguments import translated
 from flodl_hf.training.vectors.auxiliary import AuxiliaryTask, needs_layer
 from flodl_hf.training.vectors.tables import are_pairs
 from flodl_hf.training.vectors.task import EmbeddingTask
-from flodl_hf.training.vectors.tsdae import denoises
+from flodl_hf.training.vectors.tsdae import DENOISES
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel
@@ -163,7 +164,9 @@ def _options(options: Mapping[str, Any], recipe: Mapping[str, Any]) -> Options:
         trained = trained if task_named(task, "task").training == task_named(trained["task"]).training else {}
     loss = recipe.get("vector_loss")
     # Several tables, a layer or a second model: only training has them.
-    only_trained = denoises(loss) or needs_layer(loss, recipe.get("loss_options")) or recipe.get("guide") is not None
+    only_trained = (
+        is_named(loss, *DENOISES) or needs_layer(loss, recipe.get("loss_options")) or recipe.get("guide") is not None
+    )
     if loss is not None and (only_trained or not isinstance(loss, str)):
         trained = {name: value for name, value in trained.items() if name not in ("vector_loss", "loss_options")}
     if "batch_size" in values:

@@ -6,7 +6,7 @@ Alternatively it is read in windows, each with the label; the evaluation uses th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,7 @@ class SequenceTask(Task):
                     column=columns.label,
                 )
             values = [v if isinstance(v, (list, tuple)) else [v] for v in values]
-        found = _targets(values, kind)
+        found = infer_targets(values, kind)
         if found.kind == "regression":
             names = tuple(options.labels or (f"LABEL_{k}" for k in range(found.size)))
             if len(names) != found.size:
@@ -157,13 +157,12 @@ class _Scorer(Scorer):
 
     def __init__(self, kind: str, size: int, truth: Tensor, weights: list[list[int]]) -> None:
         self.kind, self.truth, self.weights = kind, truth, weights
-        parts: dict[str, Callable[[], list[Any]]] = {
-            "single_label": lambda: [Classification(size, "binary" if size == 2 else "macro")],
-            "multi_label": lambda: [MultiLabel(size, "micro")],
-            # Correlations are of one number; several numbers of a text may have different scales.
-            "regression": lambda: [SquaredError(), *([Pearson(), Spearman()] if size == 1 else [])],
-        }
-        super().__init__(*parts[kind]())
+        if kind == "single_label":
+            super().__init__(Classification(size, "binary" if size == 2 else "macro"))
+        elif kind == "multi_label":
+            super().__init__(MultiLabel(size, "micro"))
+        else:  # correlations are of one number; several numbers of a text may have different scales
+            super().__init__(SquaredError(), *([Pearson(), Spearman()] if size == 1 else []))
         self._examples: list[int] = []
         self._scores: list[Tensor] = []
 
@@ -201,14 +200,3 @@ class _Scorer(Scorer):
         """Return the metrics."""
         self._flush()
         return self.parts
-
-
-def _targets(values: Sequence[Any], kind: Any) -> Targets:
-    """Return the targets; error messages use the option names of a run."""
-    try:
-        return infer_targets(values, kind)
-    except DataError as fault:
-        message = fault.message
-        for word, name in (("single_label", "single_label_classification"), ("regression", "regression")):
-            message = message.replace(f"kind='{word}'", f"problem_type='{name}'")
-        raise DataError(message, **fault.details) from None

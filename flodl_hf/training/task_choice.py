@@ -24,7 +24,7 @@ from flodl_hf.training.task import Known, Source, Task, name_of
 from flodl_hf.training.vectors.auxiliary import AuxiliaryTask, needs_layer
 from flodl_hf.training.vectors.tables import are_pairs, read_table, table_columns
 from flodl_hf.training.vectors.task import EmbeddingTask, plan_embedding
-from flodl_hf.training.vectors.tsdae import DenoisingTask, denoises
+from flodl_hf.training.vectors.tsdae import DENOISES, DenoisingTask
 
 LOOKED_AT = 200
 NAMED = 8  # labels that a line names
@@ -209,14 +209,14 @@ def choose_task(tables: Tables, options: Options, known: Known, own: Any = None)
                 f"generator: {named} has none; expected task='replaced', or no generator", problems=["generator"]
             )
     pairs = are_pairs(list(tables.train[0])) and not options.columns
-    if named is None and (pairs or tables.parts or (options.vector_loss and denoises(options.vector_loss))):
+    if named is None and (pairs or tables.parts or is_named(options.vector_loss, *DENOISES)):
         named = "embedding"
     kind = None if named is None else task_named(named).trained
     is_vectors = isinstance(kind, type) and issubclass(kind, EmbeddingTask)
     if is_vectors or (named == "rank" and tables.train.classes):
         tables.drop_unlabelled(_class_column(tables, options))
     if kind is EmbeddingTask and not tables.parts:
-        if denoises(options.vector_loss):
+        if is_named(options.vector_loss, *DENOISES):
             kind, options = DenoisingTask, replace(options, vector_loss="DenoisingAutoEncoderLoss")
         elif options.task and own is None:
             by_form = options.vector_loss is None and read_table(tables.train, options.columns).form == "pair_classes"

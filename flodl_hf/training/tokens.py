@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -38,8 +38,9 @@ def tag_names(examples: Examples, columns: Columns) -> tuple[str, ...]:
         kinds = {label for i, row in enumerate(examples) for _, _, label in read_character_spans(row[columns.spans], i)}
         return ("O", *(f"{letter}-{kind}" for kind in sorted(kinds) for letter in "BI"))
     tags = _tags(columns, examples)
+    kinds_of_cells = [type(row.get(tags)) for row in examples]
     wrong = [
-        f"row {i}: {type(row.get(tags)).__name__}" for i, row in enumerate(examples) if not _is_list(row.get(tags))
+        f"row {i}: {kind.__name__}" for i, kind in enumerate(kinds_of_cells) if not issubclass(kind, (list, tuple))
     ]
     what = f"column {tags!r} has values that are no lists of tags"
     refuse_rows("finetune", what, wrong, "a tag for each word", column=tags)
@@ -72,10 +73,6 @@ def _tags(columns: Columns, examples: Examples = ()) -> str:
             names=names,
         )
     return columns.tags
-
-
-def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, (list, tuple))
 
 
 def read_character_spans(value: Any, row: int) -> list[tuple[int, int, str]]:
@@ -167,7 +164,7 @@ class TokenTask(Task):
         if self.columns.words is not None:
             units = word_units(windows, num_words=len(row[self.columns.words]))
             given = row.get(_tags(self.columns))
-            if not _is_list(given):
+            if not isinstance(given, (list, tuple)):
                 raise DataError(f"found {type(given).__name__}; expected a list of tags")
             tags = [str(tag) for tag in given]
             return units, [rename.get(tag, tag) for tag in tags]

@@ -152,8 +152,8 @@ def infer_targets(values: Sequence[Any], kind: LabelKind | None = None) -> Targe
     if kind is None and all(isinstance(v, str) and v.startswith("[") and v.endswith("]") for v in values):
         raise DataError(
             f"labels: found {printable(values[0][:60])}, a list that is written as text, expected lists. JSON lines "
-            "and Parquet files contain lists, and json.loads reads those of a CSV file. Set kind='single_label' if "
-            "each text is the name of one label.",
+            "and Parquet files contain lists, and json.loads reads those of a CSV file. Set "
+            "problem_type='single_label_classification' if each text is the name of one label.",
             found=values[0],
         )
     numbers = [_number_of(v) for v in values]
@@ -171,14 +171,16 @@ def infer_targets(values: Sequence[Any], kind: LabelKind | None = None) -> Targe
     if kind == "regression" or (kind is None and is_numeric and not all(float(n or 0).is_integer() for n in numbers)):
         return Targets("regression")
     if kind == "multi_label":
-        raise DataError("labels: found single values, expected lists for kind='multi_label'", kind=kind)
+        raise DataError(
+            "labels: found single values, expected lists for problem_type='multi_label_classification'", kind=kind
+        )
     names = _ordered({(_number_name if is_numeric else _name)(v) for v in values})
     if kind is None and len(names) > max(20, count // 2):
         what = "integers" if is_numeric else f"texts, such as {printable(names[0][:60])},"
-        advice = "kind='regression' to predict numbers" if is_numeric else "another column if this is the text"
+        advice = "problem_type='regression' to predict numbers" if is_numeric else "another column if this is the text"
         raise DataError(
             f"labels: found {len(names)} different {what} in {count} rows, expected fewer classes than rows. Set "
-            f"{advice}, or kind='single_label' for that many classes.",
+            f"{advice}, or problem_type='single_label_classification' for that many classes.",
             count=len(names),
         )
     return Targets("single_label", names)
@@ -205,8 +207,8 @@ def _of_lists(values: Sequence[Sequence[Any]], kind: str | None) -> Targets:
         return Targets("regression", size=sizes[0])
     if kind == "single_label":
         raise DataError(
-            "labels: found lists, expected one label in each row for kind='single_label'. Set kind='multi_label' for "
-            "shares of several labels from 0 to 1.",
+            "labels: found lists, expected one label in each row for problem_type='single_label_classification'. "
+            "Set problem_type='multi_label_classification' for shares of several labels from 0 to 1.",
             kind=kind,
         )
     if not items:
@@ -217,7 +219,7 @@ def _of_lists(values: Sequence[Sequence[Any]], kind: str | None) -> Targets:
     if is_numeric and wrong:
         raise DataError(
             f"labels: found {wrong[0]!r} in lists of {lengths} numbers, expected a number from 0 to 1 for each label "
-            "and equal lengths, names of labels, or kind='regression' to predict numbers",
+            "and equal lengths, names of labels, or problem_type='regression' to predict numbers",
             found=wrong[0],
             sizes=sizes,
         )

@@ -161,25 +161,17 @@ class MultipleNegativesRankingLoss(VectorLoss):
         return found
 
     def __call__(
-        self,
-        vectors: Sequence[Tensor],
-        labels: Any,
-        own: slice | None = None,
-        *,
-        there: Tensor | None = None,
+        self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None, *, there: Tensor | None = None
     ) -> Tensor:
         """Return the mean over the anchors; with ``own`` over those alone, against the texts of all."""
         queries, partners, docs = vectors[0], vectors[1], torch.cat(list(vectors[1:]))
         absent = None if there is None else ~torch.cat(list(there[:, 1:].unbind(1)))
         rows = max(1, MAX_SCORES // (len(docs) * len(self.directions)))
-
-        def losses(first: int, last: int) -> Tensor:
-            return self._losses(queries, partners, docs, first, last, absent)
-
+        losses = partial(self._losses, queries, partners, docs, absent)
         return _mean_in_parts(losses, own or slice(0, len(queries)), rows)
 
     def _losses(
-        self, queries: Tensor, partners: Tensor, docs: Tensor, first: int, last: int, absent: Tensor | None
+        self, queries: Tensor, partners: Tensor, docs: Tensor, absent: Tensor | None, first: int, last: int
     ) -> Tensor:
         """Return the loss of each anchor from ``first`` to ``last``; ``absent`` is true for documents to leave out."""
         measure = MEASURES[self.similarity]
@@ -188,9 +180,15 @@ class MultipleNegativesRankingLoss(VectorLoss):
         mine, their = queries[first:last], partners[first:last]
         of_mine = torch.arange(len(docs), device=docs.device)[None] % len(queries) == here[:, None]
         table = measure(mine, docs)
-        extra = self._extra(table.detach(), of_mine, len(queries))
-        table = table * self.scale if extra is None else table * self.scale + extra
-        left_out = of_mine
+        near, table, left_out = table.detach(), table * self.scale, of_mine
+        if self.hardness_mode is not None and self.hardness_strength:
+            partner = torch.arange(len(docs), device=docs.device)[None] < len(queries)
+            counted = {
+                "hard_negatives": of_mine & ~partner,
+                "in_batch_negatives": ~of_mine,
+                "all_negatives": ~(of_mine & partner),
+            }[self.hardness_mode]
+            table = table + torch.where(counted, self.hardness_strength * near, 0.0)
         if absent is not None:
             table, left_out = table.masked_fill(absent, -torch.inf), of_mine | absent
         positive, tables = table[row, here], [table]
@@ -209,18 +207,6 @@ class MultipleNegativesRankingLoss(VectorLoss):
         else:
             among = torch.stack([torch.logsumexp(table, 1) for table in tables]).sum(0) / len(tables)
         return -(positive - among)
-
-    def _extra(self, near: Tensor, of_mine: Tensor, queries: int) -> Tensor | None:
-        """Return the terms that are added for hard negatives, or None."""
-        if self.hardness_mode is None or not self.hardness_strength:
-            return None
-        partner = torch.arange(near.shape[1], device=near.device)[None] < queries
-        counted = {
-            "hard_negatives": of_mine & ~partner,
-            "in_batch_negatives": ~of_mine,
-            "all_negatives": ~(of_mine & partner),
-        }[self.hardness_mode]
-        return torch.where(counted, self.hardness_strength * near, 0.0)
 
 
 @dataclass(frozen=True)
@@ -288,12 +274,7 @@ class GISTEmbedLoss(VectorLoss):
     choices: ClassVar[Mapping[str, Collection[Any]]] = {"margin_strategy": ("absolute", "relative")}
 
     def __call__(
-        self,
-        vectors: Sequence[Tensor],
-        labels: Any,
-        own: slice | None = None,
-        *,
-        there: Tensor | None = None,
+        self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None, *, there: Tensor | None = None
     ) -> Tensor:
         """Return the mean over the anchors; with ``own`` over those alone, against the texts of all."""
         own = own or slice(0, len(vectors[0]))

@@ -22,9 +22,8 @@ from flodl_hf.training.losses import is_named
 from flodl_hf.training.losses.pairs import EmbedDistillLoss, Form, VectorLoss
 from flodl_hf.training.options import Options
 from flodl_hf.training.task import Examples, Scorer
-from flodl_hf.training.vectors.scorer import HeldOut, VectorScorer
 from flodl_hf.training.vectors.step import VectorObjective
-from flodl_hf.training.vectors.tables import TextTable
+from flodl_hf.training.vectors.tables import HeldOut, TextTable, VectorScorer
 from flodl_hf.training.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from flodl_hf.training.losses import read_settings
 from flodl_hf.training.rows import CollateRows, EncodedRows, Laid, RowBuilder
 from flodl_hf.training.task import CHUNK, LengthLimits, Prepared
 from flodl_hf.training.vectors.multivector_step import MULTIVECTOR_LOSSES, MULTIVECTOR_USUAL, CollateLate, LateObjective
-from flodl_hf.training.vectors.scorer import RETRIEVAL, VectorScorer, related_texts
 from flodl_hf.training.vectors.step import PARTS, TextRows, rows_of_texts
+from flodl_hf.training.vectors.tables import RETRIEVAL, VectorScorer, related_texts
 from flodl_hf.training.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:

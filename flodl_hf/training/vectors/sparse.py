@@ -34,8 +34,8 @@ from flodl_hf.training.losses.pairs import (
 from flodl_hf.training.losses.ranking import MultipleNegativesRankingLoss, Wrapped
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows
-from flodl_hf.training.vectors.scorer import HeldOut, VectorScorer
 from flodl_hf.training.vectors.step import CollateTexts, TextRows, VectorObjective
+from flodl_hf.training.vectors.tables import HeldOut, VectorScorer
 from flodl_hf.training.vectors.task import EmbeddingTask
 
 if TYPE_CHECKING:

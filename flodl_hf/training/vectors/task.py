@@ -19,9 +19,16 @@ from flodl_hf.training.masked import words_of
 from flodl_hf.training.options import Options
 from flodl_hf.training.rows import CollateRows, EncodedRows, RowBuilder
 from flodl_hf.training.task import Examples, LengthLimits, Prepared, Scorer, Task, encode_chunks
-from flodl_hf.training.vectors.scorer import METRICS, HeldOut, VectorScorer, main_metric
 from flodl_hf.training.vectors.step import CollateTexts, TextBatches, TextRows, VectorObjective, rows_of_texts
-from flodl_hf.training.vectors.tables import TextTable, expect_equal_widths, read_table
+from flodl_hf.training.vectors.tables import (
+    METRICS,
+    HeldOut,
+    TextTable,
+    VectorScorer,
+    expect_equal_widths,
+    main_metric,
+    read_table,
+)
 
 if TYPE_CHECKING:
     from flodl_hf.models.encoder_model import EncoderModel

@@ -31,7 +31,6 @@ from flodl_hf.nn.layers import EncoderLayer
 from flodl_hf.nn.layout import Padded
 from flodl_hf.nn.task_heads import IGNORED_LABEL
 from flodl_hf.tokenization.alignment import IGNORE
-from flodl_hf.training.losses import is_named
 from flodl_hf.training.losses.pairs import Form, VectorLoss
 from flodl_hf.training.rows import SPECIAL, CollateRows, Laid, TakenRows
 from flodl_hf.training.task import Examples, LengthLimits, Prepared
@@ -68,9 +67,8 @@ DENOISING: dict[str, Any] = {"DenoisingAutoEncoderLoss": DenoisingAutoEncoderLos
 """By name."""
 
 
-def denoises(word: Any) -> bool:
-    """Return whether a word names this loss."""
-    return is_named(word, "denoisingautoencoder", "denoising", "tsdae")
+DENOISES = ("denoisingautoencoder", "denoising", "tsdae")
+"""Names of this loss, as `is_named` compares them."""
 
 
 class Crossing(nn.Module):
