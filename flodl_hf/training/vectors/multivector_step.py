@@ -240,14 +240,14 @@ class LateObjective(VectorObjective):
         queries, documents = widened(queries, tokens), widened(documents, tokens)
         return torch.cat([queries[:, None], documents.view(count, width - 1, tokens, -1)], 1)
 
-    def _compared(self, vectors: Tensor, batch: Any) -> list[Tensor]:
+    def _compared(self, vectors: Tensor, batch: Any, shared: bool) -> list[Tensor]:
         longest = batch["input_ids"].shape[-1]
         if "cu_seqlens" in batch:
             longest = batch["longest"] if "places" in batch else max(batch["row_lengths"])
-        return [vectors[:, :1, : batch["query_ids"].shape[1]], vectors[:, 1:, :longest]]
-
-    def _alike_on_ranks(self, parts: list[Tensor]) -> list[Tensor]:
-        most = over_ranks([part.shape[2] for part in parts], dist.ReduceOp.MAX, parts[0].device)
+        parts = [vectors[:, :1, : batch["query_ids"].shape[1]], vectors[:, 1:, :longest]]
+        if not shared:
+            return parts
+        most = over_ranks([part.shape[2] for part in parts], dist.ReduceOp.MAX, vectors.device)
         return [widened(part, tokens) for part, tokens in zip(parts, most, strict=True)]
 
     def _query_parts(self, batch: Any) -> Iterator[tuple[Tensor, Any]]:

@@ -305,17 +305,18 @@ class VectorObjective(Scoring):
     def of(self, vectors: Tensor, batch: Any) -> Loss:
         """Return the loss of computed vectors: a mean over the examples of this rank."""
         loss, own, there, count = self.losses[batch[TABLE]], None, batch.get("there"), len(vectors)
-        labels, parts = batch["guide"] if loss.by_guide else batch.get("labels"), self._compared(vectors, batch)
+        labels, shared = batch["guide"] if loss.by_guide else batch.get("labels"), self.shared and loss.in_batch
+        parts = self._compared(vectors, batch, shared)
         if self.prompted and there is not None:
             there = there[:, ::2]
         # half precision cannot represent small differences of similarities
         with torch.autocast(vectors.device.type, enabled=False):
-            if self.shared and loss.in_batch:
+            if shared:
                 at = dist.get_rank()
                 mine = [count if rank == at else 0 for rank in range(dist.get_world_size())]
                 shares = over_ranks(mine, dist.ReduceOp.SUM, vectors.device)
                 own = slice(sum(shares[:at]), sum(shares[: at + 1]))
-                parts = [gather(part, shares) for part in self._alike_on_ranks(parts)]
+                parts = [gather(part, shares) for part in parts]
                 labels = labels if labels is None else gather(labels, shares)
                 there = there if there is None else gather(there.to(vectors), shares) > 0
             if there is not None and getattr(loss, "ragged", False):
@@ -323,13 +324,9 @@ class VectorObjective(Scoring):
             value = self._value(loss, [text for part in parts for text in part.unbind(1)], labels, own, batch)
         return Loss.mean(value, count)
 
-    def _compared(self, vectors: Tensor, batch: Any) -> list[Tensor]:
-        """Return the vectors that the loss takes, each part ``(examples, texts, ...)``."""
+    def _compared(self, vectors: Tensor, batch: Any, shared: bool) -> list[Tensor]:
+        """Return the vectors that the loss takes, each part ``(examples, texts, ...)``; shared ones as on all ranks."""
         return [vectors[:, ::2] if self.prompted else vectors]
-
-    def _alike_on_ranks(self, parts: list[Tensor]) -> list[Tensor]:
-        """Return the parts with the sizes that they have on all ranks."""
-        return parts
 
     def by_row(self, vectors: Tensor, batch: Any) -> Tensor:
         """Return the vectors that metrics are computed from."""
@@ -393,7 +390,11 @@ class VectorObjective(Scoring):
             if packed:
                 part = _of_packed(batch, self.per_token, starts[rows], known[rows])
             else:
-                part = _of_padded(batch, (*self.per_token, "attention_mask"), rows, known[rows])
+                names, places = (
+                    (*self.per_token, "attention_mask"),
+                    torch.from_numpy(rows).to(batch["input_ids"].device),
+                )
+                part = {name: batch[name][places, : int(known[rows].max())] for name in names if name in batch}
             yield torch.from_numpy(rows), part
 
 
@@ -422,11 +423,6 @@ def _cut(lengths: NDArray[np.int64], columns: int, most: int | None, packed: boo
             parts.append(longest[first:last])
             first = last
     return parts
-
-
-def _of_padded(batch: Any, names: Sequence[str], rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[str, Any]:
-    places = torch.from_numpy(rows).to(batch["input_ids"].device)
-    return {name: batch[name][places, : int(lengths.max())] for name in names if name in batch}
 
 
 def _of_packed(

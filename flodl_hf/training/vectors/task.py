@@ -326,10 +326,8 @@ class EmbeddingTask(Task):
         for name, texts, parts in zip(self.tables, rows.texts, made.by_table(0), strict=True):
             if not parts:
                 raise DataError(
-                    f"{name or 'train'}: of {len(texts)} rows no batch can be made that has {least} examples, "
-                    f"{len(np.unique(texts))} different texts among them; expected {least} at least, for the ranks and "
-                    "for losses that compare examples. Add rows, or set no_duplicates=False if the same text may "
-                    "come twice in a batch",
+                    f"{name or 'train'}: of {len(texts)} rows no batch can be made that has {least} examples with "
+                    "different texts. Add rows, or set no_duplicates=False if a text may come twice in a batch",
                     rows=len(texts),
                     expected=least,
                 )
@@ -374,13 +372,12 @@ def plan_embedding(
             table = tables[name] = table.as_scores
         word = named.get(name) or kind.usual.get(table.form)
         if word is None:
-            problems.append(
-                f"{name or 'train'}: {kind.name} has no loss of {table.form}; expected {', '.join(kind.usual)}"
-            )
+            usual = ", ".join(kind.usual)
+            problems.append(f"{name or 'train'}: {kind.name} has no loss of {table.form}; expected {usual}")
             continue
         loss: Any = own if own is None or hasattr(own, "forms") else _Own(own, kind.forms)
         if loss is None and isinstance(word, str):
-            cached = cached or (word not in kind.usual.values() and loss_named(word, kind.table) in CACHED)
+            cached = cached or loss_named(word, kind.table) in CACHED
             loss = kind.loss_named(word, options)
         elif loss is None:
             loss = word
@@ -388,16 +385,16 @@ def plan_embedding(
             table = tables[name] = table.as_scores
         if not getattr(loss, "ragged", False):
             expect_equal_widths(table, name or "train")
-        fits = table.form in loss.forms or (isinstance(loss, MSELoss) and options.guide is not None)
-        if not fits:
+        kind_of_loss = type(_innermost(loss))
+        if table.form not in loss.forms and not (isinstance(loss, MSELoss) and options.guide is not None):
             problems.append(
-                f"vector_loss: {type(_innermost(loss)).__name__} takes {', '.join(loss.forms)}; the table "
-                f"{name or 'train'} has {table.form}"
+                f"vector_loss: {kind_of_loss.__name__} takes {', '.join(loss.forms)}; the table {name or 'train'} has "
+                f"{table.form}"
             )
-        if kind.name == "multivector" and type(_innermost(loss)) in LOSSES.values():
+        if kind.name == "multivector" and kind_of_loss in LOSSES.values():
             problems.append(
-                f"vector_loss: found {type(_innermost(loss)).__name__}, which compares one vector for each text; "
-                f"expected one of {', '.join(kind.table)}"
+                f"vector_loss: found {kind_of_loss.__name__}, which compares one vector for each text; expected one of "
+                f"{', '.join(kind.table)}"
             )
         if loss.by_guide and options.guide is None:
             problems.append(f"guide: {type(loss).__name__} needs a second model; expected its folder or name")
@@ -408,17 +405,16 @@ def plan_embedding(
             else:
                 loss = MatryoshkaLoss(loss, dims)
         losses.append(loss)
-    if options.rows_in_batch < _least(losses, options):
+    least = _least(losses, options)
+    if options.rows_in_batch < least:
         shared = f"shared by {options.ranks} ranks" if options.ranks > 1 else "of a loss that compares examples"
-        problems.append(f"batch_size: {options.rows_in_batch}, {shared}; expected at least {_least(losses, options)}")
+        problems.append(f"batch_size: {options.rows_in_batch}, {shared}; expected at least {least}")
     if problems:
         raise ConfigError(f"finetune: {'; '.join(problems)}", problems=problems)
+    guide: Any = None if options.guide is None else os.fspath(options.guide)
+    options = replace(options, guide=guide, policy="sync" if options.ranks > 1 else options.policy)
     if cached and options.cache_tokens is None:
         options = replace(options, cache_tokens=CACHE)
-    if options.ranks > 1:
-        options = replace(options, policy="sync")
-    guide = None if options.guide is None else os.fspath(options.guide)
-    options = replace(options, guide=guide)
     return kind(tables, tuple(losses), options), options
 
 

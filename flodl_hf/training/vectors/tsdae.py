@@ -193,8 +193,7 @@ def _head_of(model: EncoderModel) -> Any:
 
 def _can_decode(model: EncoderModel, head: Any) -> bool:
     encoder: Any = model.graph.get_submodule("encoder")
-    parts = set() if head is None else {name for name, _ in head.named_children()}
-    whole = {name for name, _ in encoder.named_children()}
+    parts, whole = (set(dict(module.named_children())) for module in (head or nn.Module(), encoder))
     if parts != {"dense", "activation", "norm", "decoder"} or whole != {"embeddings", "layers"}:
         return False
     return all(
@@ -221,13 +220,11 @@ class DenoisingObjective(VectorObjective):
 
     def score(self, model: Any, batch: Any) -> Tensor:
         """Return the sum of each text's losses and the number of its tokens, ``(examples, 1, 2)``."""
-        vectors = super().score(model, batch)[:, 0]
-        return model.beside(model, vectors, batch)[:, None]
+        return model.beside(model, super().score(model, batch)[:, 0], batch)[:, None]
 
     def of(self, vectors: Tensor, batch: Any) -> Loss:
         """Return the loss of computed sums, over all tokens that are to be found."""
-        total, count = vectors.sum((0, 1)).unbind()
-        return Loss(total, count)
+        return Loss(*vectors.sum((0, 1)).unbind())
 
 
 @dataclass
@@ -258,7 +255,7 @@ class DenoisingTask(EmbeddingTask):
         """Return the lengths of texts in a batch after one random deletion."""
         table, share = rows.tables[0], self._share
         parts = table.values[PARTS]
-        lengths = parts[:, 0].copy()
+        lengths = parts[:, 0]
         if share is not None:
             # The tokens of a word are adjacent; this deletion defines only lengths, not the deleted words.
             words = table.columns[WORDS]
@@ -319,9 +316,8 @@ class CollateDamaged(CollateTexts):
         owner = np.repeat(np.arange(lengths.size), lengths.reshape(-1))
         damaged = kept & (owner % 2 == 0)
         left = np.bincount(owner[damaged] // 2, minlength=len(lengths))
-        rest = TakenRows(
-            {name: column[damaged] for name, column in columns.items()}, left, {**taken.values, PARTS: left[:, None]}
-        )
+        kept_columns = {name: column[damaged] for name, column in columns.items()}
+        rest = TakenRows(kept_columns, left, {**taken.values, PARTS: left[:, None]})
         count, room = int((lengths[:, 1] - 1).sum()), None
         batch = replace(self, least=math.ceil(count / max(self.targets, 1e-9)))(rest, position)
         if self.layout == "bucketed":
