@@ -28,7 +28,7 @@ from flodl_hf.tokenization.alignment import IGNORE
 from flodl_hf.tokenization.readers.columns import Columns, infer_columns
 from flodl_hf.training.masked import CollateShares, MaskedTask, Masking, make_masking
 from flodl_hf.training.options import Options
-from flodl_hf.training.rows import CollateRows, EncodedRows, TakenRows
+from flodl_hf.training.rows import CollateRows, EncodedRows, TakenRows, filled
 from flodl_hf.training.step import STEP, Kind, Objective, layout_of, mixed, row_seeds, score
 from flodl_hf.training.task import Scorer, Source
 
@@ -88,12 +88,9 @@ class CollateMasked(CollateShares):
         # of each row a share, and one at least; more where the shortest word has more
         room = max(int(self.masking.probability * labels.size) + slots, len(flat)) if self.settled else len(flat)
         seeds = row_seeds(position, position.indices, "sample")
-        per_mask = {"places": flat, "labels": labels[flat], "offsets": offsets, "seeds": seeds[row]}
-        for name, value in per_mask.items():
-            filler = IGNORE if name == "labels" else 0
-            batch[f"mask_{name}"] = torch.from_numpy(np.pad(value, (0, room - len(flat)), constant_values=filler))
-        batch["attended"] = torch.from_numpy(attended)
-        return batch
+        masks = {"places": flat, "labels": labels[flat], "offsets": offsets, "seeds": seeds[row]}
+        per_mask = filled({f"mask_{name}": value for name, value in masks.items()}, room)
+        return {**batch, **per_mask, "attended": torch.from_numpy(attended)}
 
 
 EMBEDDINGS = "encoder.embeddings"

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from flodl.data import Where
 from flodl.distributed.shares import ranges, split
@@ -479,6 +480,13 @@ def _packed(rows: TakenRows) -> dict[str, Any]:
 
 def _tensor(part: Any) -> Any:
     return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
+
+
+def filled(parts: Mapping[str, NDArray[np.int64]], room: int) -> dict[str, Tensor]:
+    """Return values of tokens as tensors of a length, filled up with 0, and labels with -100."""
+    fillers = {name: IGNORE if name.endswith("labels") else 0 for name in parts}
+    lacking = {name: (0, room - len(values)) for name, values in parts.items()}
+    return {n: torch.from_numpy(np.pad(v, lacking[n], constant_values=fillers[n])) for n, v in parts.items()}
 
 
 _PER_TOKEN = ("input_ids", "token_type_ids", "labels", "words")

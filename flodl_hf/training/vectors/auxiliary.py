@@ -205,11 +205,5 @@ class AuxiliaryTask(EmbeddingTask):
             attach_layer, loss=self.losses[0], classes=self._classes, pooling=options.pooling, seed=options.seed
         )
 
-    def settle(self, model: EncoderModel) -> list[str]:
-        """Configure the embeddings of the model, and attach the layer; return notes for the user."""
-        notes = super().settle(model)
-        self.start(model)
-        return notes
-
     def _fitting(self, form: Any) -> list[Any]:
         return [loss for loss in self.losses if form in loss.forms]

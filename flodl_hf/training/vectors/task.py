@@ -217,7 +217,7 @@ class EmbeddingTask(Task):
         return "ranks exchange vectors within a step" if self.options.ranks > 1 else None
 
     def settle(self, model: EncoderModel) -> list[str]:
-        """Configure the embeddings of the model from the options; return notes for the user.
+        """Configure the embeddings of the model from the options, and attach modules; return notes for the user.
 
         Raises:
             ConfigError: a pooling, or a size of vectors, that cannot be.
@@ -256,6 +256,8 @@ class EmbeddingTask(Task):
         else:
             made = before
         model.sentence_recipe = self.recipe = made
+        if self.start is not None:
+            self.start(model)
         return self._prompt_notes()
 
     def _prompt_notes(self) -> list[str]:

@@ -30,9 +30,8 @@ from flodl_hf.nn.buckets import round_up
 from flodl_hf.nn.layers import EncoderLayer
 from flodl_hf.nn.layout import Padded
 from flodl_hf.nn.task_heads import IGNORED_LABEL
-from flodl_hf.tokenization.alignment import IGNORE
 from flodl_hf.training.losses.pairs import Form, VectorLoss
-from flodl_hf.training.rows import SPECIAL, CollateRows, Laid, TakenRows
+from flodl_hf.training.rows import SPECIAL, CollateRows, Laid, TakenRows, filled
 from flodl_hf.training.task import Examples, LengthLimits, Prepared
 from flodl_hf.training.vectors.step import PARTS, CollateTexts, TextRows, VectorObjective
 from flodl_hf.training.vectors.tables import read_table
@@ -241,11 +240,6 @@ class DenoisingTask(EmbeddingTask):
         """Attaches the decoder to a model, on every rank."""
         return partial(attach_decoder, seed=self.options.seed)
 
-    def settle(self, model: EncoderModel) -> list[str]:
-        """Configure the embeddings of the model, and attach a decoder; return notes for the user."""
-        self.start(model)
-        return super().settle(model)
-
     def prepare(self, examples: Examples, tokenizer: Tokenizer, limits: LengthLimits, *, training: bool) -> Prepared:
         """Return the examples as rows; rows that are reconstructed include the word numbers of their tokens."""
         self.needs_words = training or read_table(examples, self.options.columns, "eval").form == "texts"
@@ -337,12 +331,9 @@ class CollateDamaged(CollateTexts):
         whole[real] = ids
         texts, at = np.nonzero(place[:-1] < lengths[:, None] - 1)
         per_token = {"target_places": texts * most + at, "target_labels": whole[texts, at + 1], "target_texts": texts}
-        if room is not None:
-            for name, value in per_token.items():
-                filler = IGNORE if name == "target_labels" else 0
-                per_token[name] = np.pad(value, (0, room - len(value)), constant_values=filler)
-        found = {"target_ids": whole[:, :-1], "target_mask": known, **per_token}
-        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
+        found = {"target_ids": whole[:, :-1], "target_mask": known}
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
+        return tensors | filled(per_token, len(texts) if room is None else room)
 
 
 def _kept(words: NDArray[np.int64], rng: Rng, ratio: float) -> NDArray[np.bool_]:
