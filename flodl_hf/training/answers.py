@@ -99,7 +99,10 @@ def _answers(value: Any, context: str) -> list[tuple[str, int]]:
     for text, start in items:
         if not isinstance(text, str) or not text:
             raise DataError(f"the answer {text!r} is no text")
-        at = context.find(text) if start is None else int(start)
+        try:
+            at = context.find(text) if start is None else int(start)
+        except (TypeError, ValueError):
+            raise DataError(f"the answer's start {printable(str(start), 60)} is no integer") from None
         if at < 0 or context[at : at + len(text)] != text:
             raise DataError(
                 f"the answer {printable(text, 60)} is not in the context{'' if start is None else f' at {at}'}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class CollateMasked(CollateShares):
     def __call__(self, rows: Sequence[Mapping[str, Any]], position: Where) -> dict[str, Any]:
         """Return the parts of one batch."""
         batch = super().__call__(rows, position)
-        lengths = TakenRows.of(rows).lengths
+        lengths, masking = TakenRows.of(rows).lengths, cast("Masking", self.masking)
         labels = batch["labels"].numpy().reshape(-1)
         flat = np.flatnonzero(labels != IGNORE)
         if "attention_mask" in batch:
@@ -86,7 +86,7 @@ class CollateMasked(CollateShares):
             offsets = flat - (ends - lengths)[row]
             slots = len(batch["cu_seqlens"]) - 1
         # of each row a share, and one at least; more where the shortest word has more
-        room = max(int(self.masking.probability * labels.size) + slots, len(flat)) if self.settled else len(flat)
+        room = max(int(masking.probability * labels.size) + slots, len(flat)) if self.settled else len(flat)
         seeds = row_seeds(position, position.indices, "sample")
         masks = {"places": flat, "labels": labels[flat], "offsets": offsets, "seeds": seeds[row]}
         per_mask = filled({f"mask_{name}": value for name, value in masks.items()}, room)

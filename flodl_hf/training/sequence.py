@@ -71,7 +71,7 @@ class SequenceTask(Task):
                 "seems to be a row of data; expected a line of names before it, such as text,label",
                 names=[columns.label],
             )
-        kind = _KINDS[options.problem_type] if options.problem_type else None
+        kind: Any = _KINDS[options.problem_type] if options.problem_type else None
         if kind == "multi_label":
             joined = next((v for v in values if isinstance(v, str) and any(sign in v for sign in ",;|")), None)
             if joined is not None:

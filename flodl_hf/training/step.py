@@ -204,7 +204,7 @@ class Scoring:
         """Return the head's scores of a batch."""
         return score(model, batch)
 
-    def of(self, scores: Any, batch: Any) -> Loss:
+    def of(self, scores: Any, batch: Any, /) -> Loss:
         """Return the loss of computed scores."""
         raise NotImplementedError
 

@@ -7,7 +7,7 @@ and computes metrics. `data` selects the task of a run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from numbers import Real
@@ -62,7 +62,7 @@ class Prepared:
     """
 
     rows: EncodedRows
-    scorer: Callable[[], Any] | None = None
+    scorer: Any = None
     cut: int = 0
 
 

@@ -353,7 +353,7 @@ class VectorScorer(Scorer):
             return clustering_figures(columns[0], labels)
         if form in ("scored", "binary"):
             of_pairs = similarity_figures if form == "scored" else binary_figures
-            return of_pairs(*columns, labels, measure=measure)
+            return of_pairs(columns[0], columns[1], labels, measure=measure)
         found = {} if form == "teacher_scores" else _retrieval(columns, texts, measure)
         return found if form == "pairs" else found | _triplets(columns, texts, measure)
 

@@ -223,7 +223,8 @@ class DenoisingObjective(VectorObjective):
 
     def of(self, vectors: Tensor, batch: Any) -> Loss:
         """Return the loss of computed sums, over all tokens that are to be found."""
-        return Loss(*vectors.sum((0, 1)).unbind())
+        total, count = vectors.sum((0, 1)).unbind()
+        return Loss(total, count)
 
 
 @dataclass
