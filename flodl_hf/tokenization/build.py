@@ -434,12 +434,10 @@ def read_backend(
     size = config.get("vocab_size")
     rows = size if isinstance(size, int) else None
     rules = class_rules(class_name(stated, config))
-    effective = rules
-    if rules is None:
-        # The rules of the class that transformers takes for a folder that names none; empty if it has no class.
-        has_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
-        family = None if has_class else model_type or guess_model_type(config, stated)
-        effective = rules_of(None if family in WITHOUT_CLASS else named(family))
+    # The rules of the class that transformers takes for a folder that names none; empty if it has no class.
+    has_class = any(isinstance(source.get("tokenizer_class"), str) for source in (stated, config))
+    family = None if has_class else model_type or guess_model_type(config, stated)
+    effective = rules or rules_of(None if family in WITHOUT_CLASS else named(family))
     ignored = check_keys(stated, mapped, effective, folder)
     source = Source(files, folder, stated, mapped, added, effective, {}, rows)
     # No definition contains words that Python code splits, so transformers reads the files of such a class.

@@ -20,12 +20,20 @@ from flodl_hf.tokenization.vocabulary import Vocabulary
 
 # Names of transformers: which text is truncated, and the length to which rows are padded.
 TRUNCATIONS: dict[Any, Cut | None] = {
-    False: None, "do_not_truncate": None, True: "longest", "longest_first": "longest", "only_first": "first",
+    False: None,
+    "do_not_truncate": None,
+    True: "longest",
+    "longest_first": "longest",
+    "only_first": "first",
     "only_second": "second",
-}  # fmt: skip
+}
 PADDINGS: dict[Any, str | None] = {
-    False: None, "do_not_pad": None, True: "longest", "longest": "longest", "max_length": "max_length",
-}  # fmt: skip
+    False: None,
+    "do_not_pad": None,
+    True: "longest",
+    "longest": "longest",
+    "max_length": "max_length",
+}
 JOINED = (
     "is_split_into_words: this tokenizer marks a word by the space before it, so words are joined by spaces. "
     "transformers glues them together instead, unless it is loaded with add_prefix_space=True"

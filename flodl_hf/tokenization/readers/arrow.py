@@ -144,11 +144,6 @@ class TableRows(Rows):
         return count - left
 
 
-def is_table(source: Any) -> bool:
-    """Return whether ``source`` exports Arrow data by columns, and its items are not rows."""
-    return hasattr(source, "__arrow_c_stream__") and not hasattr(source, "__getitems__")
-
-
 def rows_of_table(source: Any, classes: Classes) -> Iterator[dict[str, Any]]:
     """Yield the rows of any object that supports the Arrow C stream interface.
 

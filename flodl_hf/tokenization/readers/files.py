@@ -14,7 +14,6 @@ from flodl_hf.tokenization.readers.arrow import (
     Classes,
     TableRows,
     is_saved_dataset,
-    is_table,
     names_of_classes,
     read_arrow_file,
     read_saved_dataset,
@@ -27,10 +26,21 @@ FORMATS = ("csv", "tsv", "jsonl", "text", "parquet", "arrow")
 """Formats that are read row by row."""
 
 SUFFIXES: dict[str, Format] = {
-    ".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text",
-    ".conll": "conll", ".bio": "conll", ".iob": "conll", ".iob2": "conll", ".parquet": "parquet", ".arrow": "arrow",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".txt": "text",
+    ".conll": "conll",
+    ".bio": "conll",
+    ".iob": "conll",
+    ".iob2": "conll",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
     ".feather": "arrow",
-}  # fmt: skip
+}
 
 
 def format_of(
@@ -287,7 +297,8 @@ def _rows_of_object(source: Any, classes: Classes) -> Iterator[dict[str, Any]]:
     if isinstance(source, Mapping):
         return _rows_of_columns(source, classes)
     classes |= names_of_classes(getattr(source, "features", None))
-    if is_table(source):
+    # Arrow data by columns; items of a data set of `datasets` are rows.
+    if hasattr(source, "__arrow_c_stream__") and not hasattr(source, "__getitems__"):
         return rows_of_table(source, classes)
     if isinstance(source, Iterable) or (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         return _rows_of_sequence(source)
@@ -372,10 +383,16 @@ def read_squad(content: Any, path: str | Path) -> Iterator[dict[str, Any]]:
                 ids.add(name)
                 is_impossible = bool(question.get("is_impossible", False))
                 answers = _answers({} if is_impossible else question, context, here, faults)
-                rows.append({
-                    "id": name, "title": str(article.get("title", "")), "question": text, "context": context,
-                    "answers": answers, "is_impossible": is_impossible,
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "id": name,
+                        "title": str(article.get("title", "")),
+                        "question": text,
+                        "context": context,
+                        "answers": answers,
+                        "is_impossible": is_impossible,
+                    }
+                )
     faults.check("Use the layout of SQuAD 1.1 or 2.0, with answer_start counted in characters.")
     yield from rows
 
