@@ -58,7 +58,13 @@ def accept_keywords(
     def decorate(method: F) -> F:
         signature = inspect.signature(method)
         if like is not None:
-            signature = _joined(signature, inspect.signature(like))
+            parameters = signature.parameters
+            mine = [p for p in parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+            kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+            more = [p for p in inspect.signature(like).parameters.values() if p.kind in kinds]
+            signature = signature.replace(
+                parameters=[*mine, *(p for p in more if p.name not in {m.name for m in mine})]
+            )
         own = _own(signature)
 
         @wraps(method)
@@ -73,26 +79,17 @@ def accept_keywords(
     return decorate
 
 
-def _own(signature: inspect.Signature) -> frozenset[str]:
+def _own(signature: inspect.Signature) -> set[str]:
     """Return the own keywords of a method."""
-    names = {p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
+    own = {p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    if len(own) < len(signature.parameters):
         # The names of `flodl_hf.inference.RunKeywords`, which is imported with the first prediction.
-        names |= {"precision", "token_budget", "devices", "batch_invariant", "window", "progress"}
-    return frozenset(names)
-
-
-def _joined(own: inspect.Signature, other: inspect.Signature) -> inspect.Signature:
-    """Return a signature with the keywords of another added."""
-    mine = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    more = [p for p in other.parameters.values() if p.kind in kinds]
-    there = {p.name for p in mine}
-    return own.replace(parameters=[*mine, *(p for p in more if p.name not in there)])
+        own |= {"precision", "token_budget", "devices", "batch_invariant", "window", "progress"}
+    return own
 
 
 def _translated(
-    method: str, owner: Any, options: dict[str, Any], own: frozenset[str], words: Mapping[str, KeywordAlias],
+    method: str, owner: Any, options: dict[str, Any], own: set[str], words: Mapping[str, KeywordAlias],
     fault: type[FlodlError],
 ) -> dict[str, Any]:  # fmt: skip
     if "long_texts" in words:
@@ -224,15 +221,10 @@ LOAD = {
     "output_loading_info": KeywordAlias(reason="model.load_report lists every tensor"),
     # num_labels= initialises a new classifier without it; any other tensor of another shape is an error.
     "ignore_mismatched_sizes": KeywordAlias(harmless=None),
-    "output_attentions": KeywordAlias(
-        reason='pass it to the call: model(..., output_attentions=True) with attention="eager"'
-    ),
+    "output_attentions": KeywordAlias(reason='pass it to the call of a model with attention="eager"'),
     "output_hidden_states": KeywordAlias(reason="pass it to the call: model(..., output_hidden_states=True)"),
     "return_dict": KeywordAlias(reason="pass it to the call: model(..., return_dict=False)", harmless=(None, True)),
-    "add_pooling_layer": KeywordAlias(
-        reason="the model has a pooler if the file has one; last_hidden_state does not depend on it",
-        harmless=(None, True),
-    ),
+    "add_pooling_layer": KeywordAlias(reason="the model has a pooler if the file has one", harmless=(None, True)),
     "load_in_8bit": KeywordAlias(reason=_BITS),
     "load_in_4bit": KeywordAlias(reason=_BITS),
     "quantization_config": KeywordAlias(reason=_BITS),
@@ -240,9 +232,7 @@ LOAD = {
     "force_download": KeywordAlias(reason=_FETCHED),
     "resume_download": KeywordAlias(harmless=None),
     "proxies": KeywordAlias(reason="set HTTPS_PROXY in the environment"),
-    "config": KeywordAlias(
-        reason="the config.json of the folder is used; from_config makes a model from a configuration"
-    ),
+    "config": KeywordAlias(reason="the config.json of the folder is used; from_config makes a model without it"),
     "state_dict": KeywordAlias(reason="load the folder, then model.graph.load_state_dict(...) with our names"),
     "max_memory": KeywordAlias(reason="a model is on one device"),
     "offload_folder": KeywordAlias(reason="a model is on one device"),

@@ -25,11 +25,10 @@ from torch import Tensor
 from flodl.checkpoint import load_tensors
 from flodl.checkpoint.files import Checkpoint as SavedGraph
 from flodl.errors import CheckpointError, capped, printable
-from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES
+from flodl_hf.checkpoints.config.file import MAX_CONFIG_BYTES, patch_json
 from flodl_hf.checkpoints.config.model_config import ModelConfig, read_config_file
-from flodl_hf.checkpoints.folders import CONFIG_NAME, MODEL_FILES, TOKENIZER_FILES, Folder, read_member, refused
+from flodl_hf.checkpoints.folders import CONFIG_NAME, MODEL_FILES, TOKENIZER_FILES, read_member, refused
 from flodl_hf.checkpoints.hub.download import resolve_folder
-from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.saving.publish import is_model_file, publish_folder
 from flodl_hf.checkpoints.saving.state import WritePlan, WrittenFile, plan_state, same_bits, write_state
 from flodl_hf.checkpoints.sentence.settings import module_folders, routing_of, transformer_folder, transformer_folders
@@ -127,7 +126,7 @@ def export_graph_file(
             (stage / name).parent.mkdir(parents=True, exist_ok=True)
             (stage / name).write_bytes(data)
         weights = transformer_folder(stage)
-        write_state(weights, plan_state(tensors, metadata={"format": "pt"}))
+        write_state(weights, plan_state(tensors))
         model = load(stage, head=task, dtype=dtype or (kinds or [None])[0])
         checked = _check(found, model, style)
         folder = export_model(
@@ -334,25 +333,12 @@ def model_files(folder: Path) -> dict[str, bytes]:
     folders = module_folders(folder)
     routers = {_part_of(name): False for name in (routing_of(folder).files if folders else ())}
     found: dict[str, bytes] = {}
-    for part, holds_weights in ({"": True} | routers | folders).items():
-        found |= _files_in(folder, part, weights=not holds_weights)
+    for part, has_transformer in ({"": True} | routers | folders).items():
+        if part and not (folder / part).is_dir():
+            continue  # a module without settings, as Normalize
+        for entry in sorted((folder / part).iterdir()):
+            other = entry.name in _OF_THE_SOURCE or (has_transformer and entry.name.endswith(_WEIGHTS))
+            if not entry.is_dir() and not other and is_model_file(entry.name):
+                name = f"{part}/{entry.name}" if part else entry.name
+                found[name] = read_member(folder, name, _COPY_LIMIT)
     return found
-
-
-def _files_in(root: Path, part: str, *, weights: bool) -> dict[str, bytes]:
-    """Return the model files of one folder, keyed by path from ``root``."""
-    if part and not (root / part).is_dir():
-        return {}  # a module without settings, as Normalize
-    with Folder(root / part) as opened:
-        copies: dict[str, bytes] = {}
-        for entry in sorted((root / part).iterdir()):
-            other = entry.name in _OF_THE_SOURCE or (not weights and entry.name.endswith(_WEIGHTS))
-            if entry.is_dir() or other or not is_model_file(entry.name):
-                continue
-            with os.fdopen(opened.open(entry.name), "rb") as file:
-                data = file.read(_COPY_LIMIT + 1)
-            if len(data) > _COPY_LIMIT:
-                expected = f"a config or tokenizer file of at most {_COPY_LIMIT:,} bytes; move it away"
-                raise refused(entry, "a larger file", expected, kind=ExportError)
-            copies[f"{part}/{entry.name}" if part else entry.name] = data
-        return copies

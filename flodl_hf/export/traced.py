@@ -53,15 +53,14 @@ class Traced(nn.Module):
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
         if kinds != ["float32"]:
             expected = "float32, in which engines are compared. Load it with dtype='float32'"
-            raise refused(
-                "export", f"the model is in {' and '.join(kinds)}", expected, problems=kinds, kind=ExportError
-            )
+            found = f"the model is in {' and '.join(kinds)}"
+            raise refused("export", found, expected, problems=kinds, kind=ExportError)
         self.model = _at_rest(model)
         recipe = model.sentence_recipe if model.head == "base" else None
         if recipe is not None and recipe.routes:
             found = f"the folder has the routes {', '.join(recipe.routes)}, and one graph computes one of them"
             expected = (
-                "one route. Export model.on_route('query')"
+                "one route: export model.on_route('query')"
                 if model.routed is not None
                 else "one. Set model.sentence_recipe = model.sentence_recipe.on('query'), and export with head='base'"
             )

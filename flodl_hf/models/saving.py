@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flodl_hf.checkpoints.config.file import patch_json
 from flodl_hf.checkpoints.folders import SAFETENSORS, SAFETENSORS_INDEX, WEIGHTS_KEY
-from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.saving.publish import publish_folder
 from flodl_hf.checkpoints.saving.state import WritePlan, WrittenFile, plan_state, verify_files, write_bytes, write_state
 from flodl_hf.checkpoints.weights.checksums import write_checksums

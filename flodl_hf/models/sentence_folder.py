@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from flodl.errors import ConfigError
+from flodl_hf.checkpoints.config.file import patch_json
 from flodl_hf.checkpoints.folders import BOUNDS, is_entry
-from flodl_hf.checkpoints.saving.json_text import patch_json
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
 from flodl_hf.checkpoints.sentence.vectors import colbert_recipe
 from flodl_hf.inference.graph_model import Routed, recipe_behind

@@ -439,10 +439,8 @@ def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], rows: Sequ
     hidden, heads = fields.get("hidden_size"), fields.get("num_heads")
     if hidden and heads and hidden % heads:
         found = "found" if key("num_heads") in source else "absent, taken as"
-        problems.append(
-            f"{key('num_heads')}: {found} {heads}; "
-            f"expected a divisor of the hidden size {hidden} ({key('hidden_size')})"
-        )
+        expected = f"a divisor of the hidden size {hidden} ({key('hidden_size')})"
+        problems.append(f"{key('num_heads')}: {found} {heads}; expected {expected}")
     pad, vocab = fields.get("pad_token_id"), fields.get("vocab_size")
     if pad is not None and vocab is not None and pad >= vocab:
         problems.append(f"pad_token_id: found {pad}; expected an id below vocab_size {vocab}")

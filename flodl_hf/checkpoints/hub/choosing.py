@@ -110,10 +110,14 @@ def select_modules(request: HubRequest, names: Iterable[str], folder: Path) -> l
     Raises:
         HubError: a transformer has no weights that can be read.
     """
+    if not request.modules:
+        return []
+    from flodl_hf.checkpoints.sentence.settings import module_folders
+
     prefix = request.prefix
     present, found = set(names), []
     wanted = (CONFIG_NAME, *((WEIGHTS, BIN) if WEIGHTS in request.files else ()))
-    for part, has_transformer in _modules_in(request, folder):
+    for part, has_transformer in module_folders(folder).items():
         if has_transformer:
             found += select(replace(request, subfolder=prefix + part, modules=False), present)
         else:
@@ -130,30 +134,22 @@ def lacking(request: HubRequest, folder: Path, present: Sequence[str]) -> list[s
         present: names of all its files.
     """
     if weights := weights_among(present) or named_weights(folder, present):
-        return sorted(_shards(folder / weights[0]) - set(present)) if weights[0].endswith(".index.json") else []
+        names: list[Any] = []
+        if weights[0].endswith(".index.json"):
+            # Faults of the index are reported by its reader.
+            with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                names = list(json.loads(read_regular(folder / weights[0]))["weight_map"].values())
+        shards = {name for name in names if isinstance(name, str) and _SHARD.fullmatch(name)}
+        return sorted(shards - set(present))
     if not _in_modules(request, present):
         return [WEIGHTS]
+    from flodl_hf.checkpoints.sentence.settings import module_folders
+
     missing = []
-    for part in (part for part, holds in _modules_in(request, folder) if holds):
+    for part in (part for part, holds in module_folders(folder).items() if holds):
         below = [name.removeprefix(f"{part}/") for name in present if name.startswith(f"{part}/")]
         missing += [f"{part}/{name}" for name in lacking(replace(request, modules=False), folder / part, below)]
     return missing
-
-
-def _modules_in(request: HubRequest, folder: Path) -> Iterable[tuple[str, bool]]:
-    """Return the module folders that the small files in a folder name, and whether each has a transformer."""
-    from flodl_hf.checkpoints.sentence.settings import module_folders
-
-    return module_folders(folder).items() if request.modules else ()
-
-
-def _shards(index: Path) -> set[str]:
-    """Return the names of the shards in an index; its faults are reported by its reader."""
-    try:
-        names = set(json.loads(read_regular(index))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return set()
-    return {name for name in names if isinstance(name, str) and _SHARD.fullmatch(name)}
 
 
 VERIFIED = "flodl-verified.json"

@@ -7,15 +7,15 @@ classes and by the response status.
 from __future__ import annotations
 
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from time import monotonic
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -161,26 +161,24 @@ def within(act: Callable[[], R], allowed_s: Callable[[], float]) -> R:
     Raises:
         TimeoutError: it took longer.
     """
-    ended = threading.Event()
-    found: list[R] = []
-    raised: list[BaseException] = []
+    done: Future[R] = Future()
 
     def call() -> None:
         try:
-            found.append(act())
+            done.set_result(act())
         except BaseException as fault:
-            raised.append(fault)
-        finally:
-            ended.set()
+            done.set_exception(fault)
 
     began = monotonic()
-    threading.Thread(target=copy_context().run, args=(call,), name="flodl-hub", daemon=True).start()
-    while not ended.wait(min(0.5, max(0.01, began + allowed_s() - monotonic()))):
-        if monotonic() - began > allowed_s():
-            raise TimeoutError(f"nothing whole within {monotonic() - began:.0f} s")
-    if raised:
-        raise raised[0]
-    return found[0]
+    Thread(target=copy_context().run, args=(call,), name="flodl-hub", daemon=True).start()
+    while True:
+        try:
+            return done.result(min(0.5, max(0.01, began + allowed_s() - monotonic())))
+        except TimeoutError:
+            if done.done():
+                raise
+            if monotonic() - began > allowed_s():
+                raise TimeoutError(f"nothing whole within {monotonic() - began:.0f} s") from None
 
 
 def time_for(size: int | None, folder: Path, pause_s: float) -> Callable[[], float]:

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -49,17 +49,11 @@ class WritePlan:
         files: the weight files in order.
         tensors: stored name to tensor, for every name in `files`.
         index: the text of the shard index, None for a single file.
-        added: names that the source did not have.
-        absent: names of the source that were not given.
-        dropped: omitted names, each mapped to the name with the same tensor.
     """
 
     files: tuple[FilePlan, ...]
     tensors: Mapping[str, Tensor]
     index: str | None
-    added: tuple[str, ...] = ()
-    absent: tuple[str, ...] = ()
-    dropped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +67,6 @@ def plan_state(
     *,
     ties: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
-    metadata: Mapping[str, str] | None = None,
 ) -> WritePlan:
     """Return what to write so that a source is repeated, or a canonical layout where there is none.
 
@@ -87,8 +80,6 @@ def plan_state(
             ``tensors``.
         max_shard_size: cut above this size, in bytes or as ``"500MB"`` (powers of 1000); None keeps the
             layout of the source, or cuts at `DEFAULT_SHARD_SIZE`.
-        metadata: header pairs for files without a source; ``{"format": "pt"}`` by default, which other
-            readers require.
 
     Raises:
         ExportError: two names share memory without being declared tied, a tie leads nowhere, or there is
@@ -96,12 +87,11 @@ def plan_state(
     """
     source = manifest if manifest is not None and manifest.layout in ("single", "sharded") else None
     known = source.tensors if source else {}
-    available, dropped = _resolve_ties(tensors, dict(ties or {}), known)
+    available = _resolve_ties(tensors, dict(ties or {}), known)
     if not available:
         raise refused("export", "no tensors", "at least one; give the model's state", kind=ExportError)
     added = tuple(canonical_order((name, available[name]) for name in available if name not in known))
-    absent = tuple(name for name in known if name not in available)
-    free_text = dict(metadata) if metadata is not None else {"format": "pt"}
+    free_text = {"format": "pt"}  # which other readers require
     limit = parse_size(max_shard_size) if max_shard_size is not None else None
     if source is not None and limit is None:
         files = _source_files(source, available, added)
@@ -114,8 +104,7 @@ def plan_state(
         if source is not None and source.layout == "single" and len(files) == 1:
             files = [FilePlan(files[0].file, files[0].names, free_text, source.files[0].header)]
         index = _new_index(files, available, {}) if len(files) > 1 else None
-    plan = tuple(files)
-    return WritePlan(plan, available, index, added if source else (), absent, dropped)
+    return WritePlan(tuple(files), available, index)
 
 
 def write_state(folder: Path, plan: WritePlan) -> list[WrittenFile]:
@@ -125,15 +114,10 @@ def write_state(folder: Path, plan: WritePlan) -> list[WrittenFile]:
         ExportError: a name or dtype that the format does not support.
         OSError: the disk is full or refuses.
     """
-    written = [
-        write_safetensors(
-            folder / item.file,
-            ((name, plan.tensors[name]) for name in item.names),
-            item.metadata,
-            header=item.header,
-        )
-        for item in plan.files
-    ]
+    written = []
+    for item in plan.files:
+        named = [(name, plan.tensors[name]) for name in item.names]
+        written.append(write_safetensors(folder / item.file, named, item.metadata, header=item.header))
     if plan.index is not None:
         written.append(write_bytes(folder / SAFETENSORS_INDEX, plan.index.encode("utf-8")))
     return written
@@ -162,10 +146,9 @@ def parse_size(size: int | str) -> int:
 
 def _resolve_ties(
     tensors: Mapping[str, Tensor], ties: Mapping[str, str], known: Mapping[str, object]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors to write by name, and the omitted names with the name that has their tensor."""
+) -> dict[str, Tensor]:
+    """Return the tensors to write by name."""
     available = dict(tensors)
-    dropped: dict[str, str] = {}
     dangling: list[str] = []
     for alias, kept in ties.items():
         held, other = tensors.get(kept, tensors.get(alias)), tensors.get(alias)
@@ -180,8 +163,6 @@ def _resolve_ties(
             available.pop(name, None)
         for name in wanted:
             available[name] = held
-        if alias not in wanted:
-            dropped[alias] = kept
     if dangling:
         found, expected = (
             f"ties that lead nowhere:\n{capped(dangling)}\n",
@@ -202,7 +183,7 @@ def _resolve_ties(
         found = f"tensors share memory without being declared tied:\n{capped(problems)}\n"
         expected = "declared ties, because a reader would get independent copies; declare the tie or clone one"
         raise refused("export", found, expected, problems=problems, kind=ExportError)
-    return available, dropped
+    return available
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

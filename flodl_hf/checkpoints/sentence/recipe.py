@@ -18,22 +18,20 @@ from typing import Any
 from flodl.errors import nearest, printable, shown
 from flodl_hf.checkpoints.config.file import stored_activation
 from flodl_hf.checkpoints.folders import BOUNDS, CONFIG_NAME, is_entry
-from flodl_hf.checkpoints.sentence.files import (
-    bytes_of,
-    folder_of,
-    refuse_setting,
-    settings_in,
-    warn_of_unknown,
-    wrong,
-)
 from flodl_hf.checkpoints.sentence.settings import (
     Modules,
     TransformerSettings,
+    bytes_of,
+    folder_of,
     kind_of,
     layer_number,
+    refuse_setting,
     routing_of,
+    settings_in,
     transformer_folder,
     transformer_settings,
+    warn_of_unknown,
+    wrong,
 )
 from flodl_hf.checkpoints.sentence.steps import STEPS, Dense, Layer, Step, read_step
 from flodl_hf.checkpoints.sentence.vectors import (

@@ -8,21 +8,134 @@ file, the key and the value.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import json
+import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flodl.errors import ConfigError, printable, shown
-from flodl_hf.checkpoints.folders import WEIGHT_FILES, is_entry
-from flodl_hf.checkpoints.sentence.files import (
-    folder_of,
-    read_json,
-    refuse_setting,
-    settings_in,
-    warn_of_unknown,
-    wrong,
-)
+from torch import Tensor
+
+from flodl.errors import ConfigError, FlodlError, printable, shown
+from flodl_hf.checkpoints.folders import WEIGHT_FILES, is_entry, read_member, refused
+from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
+
+_MOST = 1 << 30
+_SETTINGS = "config.json"
+
+
+def read_module(
+    root: Path, part: str, known: Collection[str], name: str, *, weights: bool
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, bytes]]:
+    """Return the settings and tensors of a module in a folder below ``root``, and its files by relative names.
+
+    Args:
+        root: the folder of the model.
+        part: the folder of the module, from there.
+        known: names of settings; others are ignored with one warning.
+        name: the file of settings.
+        weights: the module has tensors; settings of others are optional.
+
+    Raises:
+        ConfigError: the settings are damaged.
+        CheckpointError: the weights are damaged.
+    """
+    file = f"{part}/{name}"
+    settings, names, tensors = settings_in(root, file, known, optional=not weights), {file}, {}
+    if weights:
+        with Checkpoint.open(root / part) as checkpoint:
+            names |= {f"{part}/{file.name}" for file in checkpoint.manifest.files}
+            tensors = checkpoint.read_all()
+    files = {file: read_member(root, file, _MOST) for file in sorted(names) if is_entry(root, file)}
+    return settings, tensors, files
+
+
+def module_files(
+    part: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str = _SETTINGS
+) -> dict[str, bytes]:
+    """Return the files of a module as sentence-transformers reads them."""
+    from safetensors.torch import save
+
+    found = {f"{part}/{name}": json_bytes(dict(settings))}
+    if tensors:
+        stored = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        found[f"{part}/model.safetensors"] = save(stored, {"format": "pt"})
+    return found
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return a value as the text of a JSON file."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def refuse_setting(path: Path, key: str, value: Any, expected: str) -> FlodlError:
+    """Return the error of a setting that changes numbers and is not supported."""
+    advice = f"{expected}; other values are not supported. Correct it, or load the transformer's own folder without it"
+    found = f"found {key}: {shown(value, 80)}"
+    return refused(path, found, advice, problems=[key], kind=ConfigError, key=key, value=value)
+
+
+_LIMIT = 1_000_000
+
+
+def wrong(path: Path, problem: str, expected: str) -> FlodlError:
+    """Return the error for a file with unexpected contents."""
+    advice = f"{expected}. Fetch the file again or correct it"
+    return refused(path, problem, advice, problems=[path.name], kind=ConfigError)
+
+
+def read_json(root: Path, name: str) -> Any:
+    """Return the contents of a JSON file."""
+    path = root / name
+    try:
+        return json.loads(bytes_of(root, name).decode("utf-8"))
+    except (ValueError, RecursionError) as fault:
+        reason = "nested too deeply" if isinstance(fault, RecursionError) else str(fault)
+        raise wrong(path, f"cannot be read as JSON ({reason})", "JSON in UTF-8") from None
+
+
+def settings_in(root: Path, name: str, known: Collection[str] = (), *, optional: bool = False) -> dict[str, Any]:
+    """Return the contents of a JSON file with an object of settings; nothing if it is optional and absent.
+
+    Warns of settings that are not ``known``, if names are given.
+    """
+    if optional and not is_entry(root, name):
+        return {}
+    value = read_json(root, name)
+    if not isinstance(value, dict):
+        raise wrong(root / name, f"contains a JSON {type(value).__name__}", "an object with settings")
+    if known:
+        warn_of_unknown(root / name, value, known)
+    return value
+
+
+def warn_of_unknown(path: Path, settings: Mapping[str, Any], known: Collection[str]) -> None:
+    """Warn once of the settings of a file that are not known and therefore ignored."""
+    unknown = sorted(str(key) for key in settings if key not in known)
+    if unknown:
+        names = ", ".join(printable(key, 60) for key in unknown[:10])
+        warnings.warn(f"{path}: found unknown settings, which are ignored: {names}", UserWarning, stacklevel=2)
+
+
+def bytes_of(root: Path, name: str) -> bytes:
+    """Return the bytes of a small file."""
+    return read_member(root, name, _LIMIT, ConfigError)
+
+
+def folder_of(root: Path, module: Mapping[str, Any]) -> str:
+    """Return the folder of a module from the root, "." for the root; it must be inside ``root``."""
+    path = module.get("path")
+    folder = root / str(path or "")
+    try:
+        inner = folder.resolve().relative_to(root.resolve())
+    except (OSError, RuntimeError, ValueError):  # outside, a name that cannot be, or a link that leads to itself
+        found = f"the path {printable(str(path), 80)} leads out of the folder, or nowhere"
+        raise wrong(root / "modules.json", found, "the name of a folder inside") from None
+    return (folder.relative_to(root) if folder.is_relative_to(root) else inner).as_posix()
+
+
+# ---- modules and routes ----------------------------------------------------------------------------------
 
 _KNOWN = (
     "Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize", "CNN", "WeightedLayerPooling",
@@ -66,32 +179,27 @@ def routing_of(root: Path) -> Routing:
     value = read_json(root, "modules.json")
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in value):
         raise wrong(root / "modules.json", f"found {shown(value, 60)}", "a list of modules with their types")
-    places = [place for place, module in enumerate(value) if kind_of(module) in _ROUTERS]
-    if not places:
+    at = next((place for place, module in enumerate(value) if kind_of(module) in _ROUTERS), None)
+    if at is None:
         return Routing({"": _checked(root, value)})
-    at = places[0]
-    if len(places) > 1:
-        raise wrong(root / "modules.json", f"found {len(places)} routers", "at most one")
     inside = Path(folder_of(root, value[at]))
     file = (inside / "router_config.json").as_posix()
     if not is_entry(root, file):  # as older releases wrote it
         file = (inside / "config.json").as_posix()
     said = settings_in(root, file)
     types, structure, settings = (said.get(key) or {} for key in ("types", "structure", "parameters"))
-    sound = all(isinstance(part, dict) for part in (types, structure, settings)) and len(structure) > 0
-    sound = sound and all(isinstance(part, str) for part in types.values())
-    sound = sound and all(isinstance(way, list) for way in structure.values())
-    if not sound or any(not isinstance(part, str) or part not in types for way in structure.values() for part in way):
-        raise wrong(root / file, f"found {shown(said, 80)}", "types, and the structure of one route or more")
-    ways = {
-        route: _checked(root, [
-            *value[:at],
-            *({"type": types[part], "path": (inside / part).as_posix()} for part in way),
-            *value[at + 1 :],
-        ])
-        for route, way in structure.items()
-    }  # fmt: skip
-    usual = settings.get("default_route")
+    try:
+        modules = {
+            route: [{"type": str(types[part]), "path": (inside / part).as_posix()} for part in way]
+            for route, way in structure.items()
+        }
+        usual = settings.get("default_route")
+        if not modules:
+            raise ValueError
+    except (AttributeError, LookupError, TypeError, ValueError):
+        expected = "types, and the structure of one route or more"
+        raise wrong(root / file, f"found {shown(said, 80)}", expected) from None
+    ways = {route: _checked(root, [*value[:at], *own, *value[at + 1 :]]) for route, own in modules.items()}
     if usual is None and settings.get("allow_empty_key", True):
         usual = next(iter(ways))
     kinds, anything = _kinds_of_texts(settings.get("route_mappings") or {}, ways, root / file)
@@ -125,12 +233,9 @@ def _checked(root: Path, value: Modules) -> Modules:
     kinds = [kind_of(module) for module in value]
     unknown = [kind for kind in kinds if kind not in _KNOWN]
     if unknown:
-        raise ConfigError(
-            f"{root / 'modules.json'}: found the module {printable(unknown[0], 80)}, which is not supported; expected "
-            f"{', '.join(_KNOWN)}, or a Router of these. Load the transformer's own folder to use it without.",
-            where=str(root / "modules.json"),
-            problems=unknown,
-        )
+        found = f"found the module {printable(unknown[0], 80)}, which is not supported"
+        expected = f"{', '.join(_KNOWN)}, or a Router of these. Load the transformer's own folder to use it without"
+        raise refused(root / "modules.json", found, expected, problems=unknown, kind=ConfigError)
     first, behind = kinds[:1], kinds[1:]
     if "MultiVectorMask" in kinds:
         sound = behind[:-2] == ["Dense"] * (len(kinds) - 3) != [] and behind[-2:] == ["MultiVectorMask", "Normalize"]
@@ -168,12 +273,11 @@ def transformer_folder(root: Path) -> Path:
     place = root / folder_of(root, routing.ways[routing.first][0])
     if place == root or place.resolve() == root.resolve():
         return root
-    if any(is_entry(root, name) for name in WEIGHT_FILES):
-        found = f"names {printable(place.name, 80)} for the transformer, and the folder above contains weights too"
-        raise wrong(root / "modules.json", found, "one of them")
-    if not is_entry(place, "config.json"):
-        found = f"names {printable(place.name, 80)} for the transformer, which contains no config.json"
-        raise wrong(root / "modules.json", found, "the folder of a transformer")
+    twice = any(is_entry(root, name) for name in WEIGHT_FILES)
+    if twice or not is_entry(place, "config.json"):
+        fault = "and the folder above contains weights too" if twice else "which contains no config.json"
+        found = f"names {printable(place.name, 80)} for the transformer, {fault}"
+        raise wrong(root / "modules.json", found, "the folder of one transformer")
     return place
 
 
@@ -201,6 +305,8 @@ def module_folders(root: Path) -> dict[str, bool]:
     found = {folder_of(root, module): "Transformer" in kind_of(module) for module in modules}
     return {folder: holds for folder, holds in found.items() if folder != "."}
 
+
+# ---- how the transformer is loaded -----------------------------------------------------------------------
 
 LEAST_TOKENS = 3  # two special ones and one of the text
 _KEYS = (
@@ -370,9 +476,6 @@ def layer_number(layer: int, layers: int, folder: str) -> int:
         ConfigError: there is no such hidden state.
     """
     if not -layers - 1 <= layer <= layers:
-        raise ConfigError(
-            f"{folder}: found hidden state {layer}, expected a number from {-layers - 1} to {layers}. Correct it.",
-            where=folder,
-            problems=["modality_config"],
-        )
+        found, expected = f"found hidden state {layer}", f"a number from {-layers - 1} to {layers}. Correct it."
+        raise refused(folder, found, expected, problems=["modality_config"], kind=ConfigError)
     return layer % (layers + 1)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from flodl.errors import ConfigError, printable, shown
 from flodl_hf.checkpoints.config.file import ACTIVATIONS, activate, activation_at
 from flodl_hf.checkpoints.folders import refused
-from flodl_hf.checkpoints.sentence.files import (
+from flodl_hf.checkpoints.sentence.settings import (
     folder_of,
     module_files,
     read_module,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flodl.errors import printable, shown
 from flodl_hf.checkpoints.folders import is_entry, read_member
-from flodl_hf.checkpoints.sentence.files import bytes_of, refuse_setting, settings_in, wrong
+from flodl_hf.checkpoints.sentence.settings import bytes_of, refuse_setting, settings_in, wrong
 from flodl_hf.checkpoints.sentence.steps import Dense
 from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.errors import PredictError

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flodl_hf.checkpoints.sentence.files import json_bytes
 from flodl_hf.checkpoints.sentence.recipe import POOLINGS, SentenceTransformerConfig
+from flodl_hf.checkpoints.sentence.settings import json_bytes
 from flodl_hf.checkpoints.sentence.vectors import MultiVectorConfig, SpladePooling
 
 Parts = list[tuple[str, str]]

@@ -101,10 +101,8 @@ def stays_on_disk(
         ConfigError: another word, or weights that cannot stay on disk.
     """
     if weights not in (None, "memory", "disk"):
-        raise ConfigError(
-            f"weights={weights!r}; expected 'memory', 'disk' or None{nearest(str(weights), ('memory', 'disk'))}",
-            problems=["weights"],
-        )
+        hint = nearest(str(weights), ("memory", "disk"))
+        raise ConfigError(f"weights={weights!r}{hint}; expected 'memory', 'disk' or None", problems=["weights"])
     if weights == "memory":
         return False
     stored = [manifest.tensors[name] for name in dict.fromkeys(used) if name in manifest.tensors]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any
 
 from flodl.errors import CheckpointError, capped, nearest, printable
 from flodl_hf.checkpoints.weights.loaded import LoadReport
+from flodl_hf.checkpoints.weights.manifest import StoredTensor
 from flodl_hf.families.schema import Family
 from flodl_hf.families.schema.record import KeyMap, Tie, changes_a_layer, ignored_reason, repeated_bias
 from flodl_hf.families.schema.tasks import HEADS
@@ -20,18 +21,10 @@ from flodl_hf.nn.joined_tensors import named_part, part_of
 FLOATS = ("F16", "BF16", "F32", "F64")
 # What our names of a task's own tensors begin with.
 _HEAD = ("head.", "relation.")
+_PROBLEMS = ("unexpected", "wrong shape", "wrong dtype", "named twice", "missing")
 _LEGACY = ((".gamma", ".weight"), (".beta", ".bias"))
 # What wrappers put before every name: data parallel training, compiled modules.
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
-
-
-class Stored(Protocol):
-    """A tensor as a file's header describes it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def dtype(self) -> str: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class Plan:
     compare: tuple[tuple[Tie, str, str], ...]
     duplicates: tuple[tuple[str, str], ...]
     report: LoadReport
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
 
 
 def head_of(family: Family, architectures: object, wanted: str | None = None) -> str | None:
@@ -96,8 +89,7 @@ class _Names:
             if (part := part_of(theirs)) is not None:
                 self.wholes.setdefault(part.whole, []).append(theirs)
         self.also = {other: theirs for theirs, ours in self.wanted.items() for other in key_map.also(ours)}
-        own = () if head == "base" else family.heads[head].aliases
-        self.aliases = dict(own)
+        self.aliases = {} if head == "base" else dict(family.heads[head].aliases)
         self.reasons = {
             entry.name.format(**holes): entry.reason
             for entry in family.ignored
@@ -114,17 +106,12 @@ class _Names:
         for name, spec in family.heads.items():
             if name == head:
                 continue
-            for row in spec.keys:
-                self.other_heads.setdefault(row.theirs, name)
-            for alias, _ in spec.aliases:
-                self.other_heads.setdefault(alias, name)
+            for theirs in (*(row.theirs for row in spec.keys), *(alias for alias, _ in spec.aliases)):
+                self.other_heads.setdefault(theirs, name)
 
     def wants(self, name: str) -> bool:
         """Return whether a canonical name is of a tensor that this head has."""
         return name in self.wanted or name in self.wholes or name in self.aliases
-
-    def known(self, name: str) -> bool:
-        return self.wants(name) or self.reason(name) is not None
 
     def of_encoder(self, name: str) -> bool:
         """Return whether a stored name, known or not, is inside the encoder: below one of its modules."""
@@ -158,7 +145,7 @@ class _Names:
                 return found
             if name in self.also:
                 return self.also[name]
-            if found := next((one for one in meant if self.known(one)), None):
+            if found := next((one for one in meant if self.reason(one) is not None), None):
                 return found
         return None
 
@@ -193,7 +180,7 @@ def plan_load(
     family: Family,
     key_map: KeyMap,
     targets: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, StoredTensor],
     *,
     head: str,
     source_head: str | None,
@@ -233,8 +220,7 @@ def plan_load(
     ties, compare = _tied(family.heads[head].ties if head != "base" and tie_words else (), matching.placed)
     covered = {tie.also for tie in ties}
     matching.complete(covered)
-    matching.settle_biases(stored)
-    matching.settle_surplus(stored)
+    matching.settle(stored)
     if any(matching.problems.values()):
         files = sorted({getattr(tensor, "file", "") for tensor in stored.values()} - {""})
         raise matching.misfit(files, covered)
@@ -282,17 +268,13 @@ class _Matching:
     biases: dict[str, str] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
     misfits: set[str] = field(default_factory=set)
-    problems: dict[str, list[str]] = field(
-        default_factory=lambda: {
-            kind: [] for kind in ("unexpected", "wrong shape", "wrong dtype", "named twice", "missing")
-        }
-    )
+    problems: dict[str, list[str]] = field(default_factory=lambda: {kind: [] for kind in _PROBLEMS})
 
     @property
     def _own_head(self) -> bool:
         return self.report.source_head in (None, self.report.head)
 
-    def take(self, name: str, tensor: Stored) -> None:
+    def take(self, name: str, tensor: StoredTensor) -> None:
         """Place a stored tensor, or record why it is not used or its fault."""
         canonical = self.names.canonical(name)
         if canonical is None:
@@ -308,7 +290,7 @@ class _Matching:
         elif self._fits(ours, name, tensor):
             self._place(ours, name, canonical)
 
-    def _unknown(self, name: str, tensor: Stored) -> None:
+    def _unknown(self, name: str, tensor: StoredTensor) -> None:
         """Note why a tensor that no row names changes nothing, or that it was not expected."""
         repeated = repeated_bias(name)
         if (why := ignored_reason(name, tensor.dtype)) is not None:
@@ -322,10 +304,10 @@ class _Matching:
         else:
             self._unexpected(name, tensor)
 
-    def _unexpected(self, name: str, tensor: Stored) -> None:
+    def _unexpected(self, name: str, tensor: StoredTensor) -> None:
         self.problems["unexpected"].append(f"{name} {list(tensor.shape)}{nearest(name, self.names.wanted)}")
 
-    def _fits(self, ours: str, name: str, tensor: Stored) -> bool:
+    def _fits(self, ours: str, name: str, tensor: StoredTensor) -> bool:
         expected = list(self.targets[ours])
         if tensor.dtype not in FLOATS:
             kind, line = "wrong dtype", f"{name}: found {tensor.dtype}; expected one of {', '.join(FLOATS)}"
@@ -379,8 +361,11 @@ class _Matching:
             else:
                 self.problems["missing"].append(f"{self.names.key_map.theirs(ours)} {list(self.targets[ours])}")
 
-    def settle_biases(self, stored: Mapping[str, Stored]) -> None:
-        """Record for each repeated bias whether its values are compared, or why it is not used."""
+    def settle(self, stored: Mapping[str, StoredTensor]) -> None:
+        """Record whether repeated biases are compared; ignore tensors outside the model.
+
+        Such a tensor is an error if it may be a missing tensor under another name.
+        """
         for name, canonical in self.biases.items():
             kept = self.placed.get(self.names.wanted.get(canonical, ""))
             if kept is not None and tuple(stored[name].shape) == tuple(stored[kept].shape):
@@ -388,15 +373,13 @@ class _Matching:
             else:
                 self.report.ignored[name] = self.names.reason(canonical) or f"{canonical} is read instead"
 
-    def settle_surplus(self, stored: Mapping[str, Stored]) -> None:
-        """Ignore tensors outside the model, unless one may be a missing tensor under another name."""
         lacking = {self.names.key_map.theirs(ours).rpartition(".")[0] for ours in self.fresh}
         if any(self.problems.values()) or any(nearest(name.rpartition(".")[0], lacking) for name in self.surplus):
             for name in self.surplus:
                 self._unexpected(name, stored[name])
-            return
-        self.report.unexpected = tuple(self.surplus)
-        self.report.ignored |= dict.fromkeys(self.surplus, "belongs to no part of this model")
+        else:
+            self.report.unexpected = tuple(self.surplus)
+            self.report.ignored |= dict.fromkeys(self.surplus, "belongs to no part of this model")
 
     def misfit(self, files: Sequence[str], covered: set[str]) -> CheckpointError:
         """Return the error with all problems; ``headless`` is True if only the whole head is missing.
@@ -411,24 +394,19 @@ class _Matching:
         found = self.placed.keys() | covered | self.fresh | self.misfits
         alone = list(problems) == ["missing"] and not any(ours in found for ours in head_names)
         groups = [f"{kind} ({len(lines)}):\n{capped(lines)}" for kind, lines in problems.items()]
-        written = f", and the file was written for {source_head}" if source_head and source_head != head else ""
         advice = "Check that config.json and the weights belong together and that the download is complete."
-        if "unexpected" in problems and "missing" not in problems:
+        if "missing" not in problems and "wrong shape" in problems:
+            advice = "Check num_labels / id2label and the sizes in config.json; for other labels, pass labels=[...]."
+        elif "missing" not in problems and "unexpected" in problems:
             advice += (
                 " Additional tensors of a layer (an adapter's, a layer too many, an unknown bias) would be missing "
                 "from the layer's computation: merge it into the weights, or write the file without it."
             )
-        if "wrong shape" in problems and "missing" not in problems:
-            advice = (
-                "Check num_labels / id2label and the sizes in config.json; to start with other labels, pass "
-                "labels=[...]."
-            )
-        of = f" of {', '.join(map(printable, files[:3]))}" if files else ""
-        of += f" and {len(files) - 3} more" if len(files) > 3 else ""
+        written = f" model, written for {source_head}" if source_head and source_head != head else " model"
+        names = ", ".join(map(printable, files[:3])) or "the file"
         return CheckpointError(
-            f"{source}: the tensors{of} do not fit a {head} model{written}; expected those in config.json.\n"
-            + "\n".join(groups)
-            + f"\nNothing was loaded. {advice}",
+            f"{source}: the tensors of {names} do not fit a {head}{written}; "
+            f"expected those in config.json.\n{chr(10).join(groups)}\nNothing was loaded. {advice}",
             where=source,
             problems=[line for lines in problems.values() for line in lines],
             groups=self.problems,
@@ -453,15 +431,15 @@ def _tied(ties: Iterable[Tie], placed: dict[str, str]) -> tuple[list[Tie], list[
     return shared, both
 
 
-def _with_parts(stored: Mapping[str, Stored], names: _Names) -> dict[str, Stored]:
+def _with_parts(stored: Mapping[str, StoredTensor], names: _Names) -> dict[str, StoredTensor]:
     """Return headers by name, with combined tensors replaced by their slices."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         parts = names.wholes.get(names.canonical(name) or "") if names.wholes else None
         rows = tensor.shape[0] if tensor.shape else 0
         if not parts or rows % len(parts):
             found[name] = tensor
             continue
-        part: Any = replace(cast("Any", tensor), shape=(rows // len(parts), *tensor.shape[1:]))
+        part = replace(tensor, shape=(rows // len(parts), *tensor.shape[1:]))
         found |= {named_part(name, like): part for like in parts}
     return found

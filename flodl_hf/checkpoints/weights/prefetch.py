@@ -25,10 +25,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from flodl.errors import CheckpointError, FlodlError
+from flodl.errors import FlodlError
 from flodl.safetensors_header import read_header
 from flodl.system import read_vectors_at
-from flodl_hf.checkpoints.folders import Folder
+from flodl_hf.checkpoints.folders import Folder, refused
 from flodl_hf.checkpoints.system import make_cuda_context
 
 TASK_BYTES = 16 << 20
@@ -127,14 +127,10 @@ def usable_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def cut(path: str, position: int, missing: int) -> CheckpointError:
+def cut(path: str, position: int, missing: int) -> FlodlError:
     """Return the error for a file that ends too early."""
-    return CheckpointError(
-        f"{path}: ends at byte {position:,}, expected {missing:,} bytes more; "
-        f"the file was cut after it was opened, fetch it again",
-        path=path,
-        problems=["truncated while reading"],
-    )
+    found, expected = f"ends at byte {position:,}", f"{missing:,} bytes more. It was cut after it was opened"
+    return refused(path, found, expected, problems=["truncated while reading"])
 
 
 FILE = "model.safetensors"
@@ -167,7 +163,7 @@ def prefetched(folder: Any) -> Iterator[None]:
         yield
     finally:
         _NOW.reset(before)
-        begun.drop()
+        begun._file, begun._memory = None, {}
 
 
 def memory_of(descriptor: int) -> dict[int, Any]:
@@ -198,21 +194,17 @@ class _Ahead:
         self._thread.join()
         return self._memory if self._file == _which(descriptor) else {}
 
-    def drop(self) -> None:
-        self._file, self._memory = None, {}
-
     def _run(self) -> None:
         with suppress(FlodlError, OSError, ValueError):
             with Folder(self._folder) as folder:
                 descriptor = folder.open(FILE)
             try:
-                self._read(descriptor)
+                self._read(descriptor, str(self._folder / FILE))
             finally:
                 os.close(descriptor)
 
-    def _read(self, descriptor: int) -> None:
+    def _read(self, descriptor: int, where: str) -> None:
         file = _which(descriptor)
-        where = str(self._folder / FILE)
         if os.fstat(descriptor).st_size > MOST_BYTES:
             return
         extents = [extent for extent in extents_of(read_header(descriptor, name=where)) if extent.nbytes]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flodl_hf.checkpoints.saving.json_text import patch_json
+from flodl_hf.checkpoints.config.file import patch_json
 from flodl_hf.errors import ExportError
 
 CONFIG = """{

@@ -125,7 +125,6 @@ class TestRoundTrip:
         del tensors["classifier.weight"]
         tensors["new"] = torch.ones(2)
         plan = plan_state(tensors, manifest)
-        assert (plan.added, plan.absent) == (("new",), ("classifier.weight",))
         write_state(tmp_path, plan)
         with Checkpoint.open(tmp_path) as again:
             assert set(again.manifest.tensors) == set(tensors)
@@ -167,12 +166,10 @@ class TestTies:
         weight = torch.randn(3, 2)
         plan = plan_state({self.WORD: weight, self.DECODER: weight}, ties=self.TIES)
         assert set(plan.tensors) == {self.WORD}
-        assert plan.dropped == self.TIES
 
     def test_names_declared_tied_whose_numbers_differ_are_both_written(self) -> None:
         plan = plan_state({self.WORD: torch.ones(2), self.DECODER: torch.zeros(2)}, ties=self.TIES)
         assert set(plan.tensors) == {self.WORD, self.DECODER}
-        assert plan.dropped == {}
 
     def test_a_source_that_had_both_names_gets_both_from_shared_memory(self, tmp_path: Path) -> None:
         weight = torch.randn(3, 2)
