@@ -201,7 +201,7 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
 
 
 def _outside(link: Path, target: Path) -> FlodlError:
-    expected = "a file of the folder, or of the adjacent blobs of a Hub cache; copy the file into the folder"
+    expected = "a file of the folder, or of the blobs of a Hub cache"
     found, problems = f"leads to {target}, outside the folder", [f"link to {target}"]
     return refused(link, found, expected, problems=problems, kind=UnsafeFileError, target=str(target))
 
@@ -245,7 +245,7 @@ class Folder:
         self._descriptor: int | None = None
         if not self.path.is_dir():
             found = "found a file" if self.path.exists() else "found nothing"
-            raise refused(self.path, found, "a folder with weights; give the folder that contains model.safetensors")
+            raise refused(self.path, found, "a folder with weights")
         if _DIRECTORY and os.open in os.supports_dir_fd:
             try:
                 self._descriptor = os.open(self.path, _READ | _DIRECTORY)
@@ -282,14 +282,14 @@ class Folder:
             CheckpointError: there is no such file, or it may not be read.
         """
         if (fault := plain_name_fault(name)) is not None:
-            expected = "the plain name of a file in the same folder; do not use this folder unless you know who made it"
+            expected = "the plain name of a file in the same folder"
             found = f"found the file name {printable(str(name))}, {fault}"
             raise refused(self.path, found, expected, kind=UnsafeFileError)
         where = self.path / name
         try:
             descriptor = self._open_entry(name)
         except OSError as error:
-            expected = "a file that can be read; complete the download or the copy of the folder"
+            expected = "a file that can be read; complete the download"
             raise refused(where, error.strerror or type(error).__name__, expected) from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -397,7 +397,7 @@ def expect_file(path: str | os.PathLike[str]) -> None:
         found = "found a pipe or a device"
     else:
         found = f"no such file{nearest(name, names)}; the folder has {names[:5] or 'no files'}"
-    expected = "a file that can be read again. Correct the path, or write the data to a file first"
+    expected = "a file that can be read again. Correct the path"
     raise refused(path, found, expected, kind=DataError)
 
 
@@ -419,5 +419,5 @@ def expect_writable(path: str | os.PathLike[str]) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as fault:
         found = f"cannot write in {folder} ({fault.strerror or fault})"
-        advice = "a writable folder. Check its permissions, or name another output"
+        advice = "a writable folder. Name another output"
         raise refused(path, found, advice, kind=DataError) from None

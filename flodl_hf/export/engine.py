@@ -104,7 +104,7 @@ def export_onnx(
 
     latest = onnx.defs.onnx_opset_version()
     if not 1 <= opset <= latest:
-        expected = f"1 to {latest}, as in onnx {onnx.__version__}; {OPSET} works in every ONNX Runtime from 1.14"
+        expected = f"1 to {latest}, as in onnx {onnx.__version__}, such as {OPSET}"
         raise refused("export", f"opset {opset}", expected, kind=ExportError)
     traced = Traced(model)
     size = sum(p.nbytes for p in {id(p): p for p in traced.parameters()}.values())
@@ -197,7 +197,7 @@ class _Export:
 
         for name in WEIGHT_FILES:
             if os.path.lexists(Path(folder) / name):
-                found = f"found {name}: an export for {self.engine} replaces the whole folder, with a model's weights"
+                found = f"found {name}: an export for {self.engine} replaces the folder, with a model's weights"
                 raise refused(folder, found, "a new folder, or one written for an engine", kind=ExportError)
         self.receipt.folder = Path(folder).name
 
@@ -232,7 +232,7 @@ class _Export:
             real = batch.inputs["attention_mask"].bool()
             for name, value in expected.items():
                 if not torch.isfinite(value[real] if "tokens" in self.traced.outputs[name] else value).all():
-                    found = f"the model's own {name} of {batch.name} has values that are no finite numbers"
+                    found = f"the model's own {name} of {batch.name} has values that are not finite"
                     raise refused("export", found, "finite values. Look at its weights", kind=ExportError)
             try:
                 answered = answer(batch.inputs)
@@ -275,10 +275,7 @@ class _Export:
         recipe = model.sentence_recipe
         # An engine file does not record that a folder excludes the tokens of prompts from vectors.
         if "sentence_embedding" in traced.outputs and recipe is not None and not recipe.include_prompt:
-            detail = (
-                "the folder leaves tokens of prompts out of vectors, sentence_embedding counts all; of texts with a "
-                "prompt, pool last_hidden_state without its tokens"
-            )
+            detail = "sentence_embedding counts tokens of prompts: pool last_hidden_state without them instead"
             self.receipt.checks.append(Check(f"{self.engine}: prompts", "not run", detail))
         write_checksums(stage)
         listed = json.loads((stage / CHECKSUMS).read_text("utf-8"))["files"]

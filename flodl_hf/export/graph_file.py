@@ -151,9 +151,7 @@ def _surroundings(file: Path, like: Any, hub: dict[str, Any]) -> tuple[dict[str,
     sidecar = file.with_name(f"{stem}.config.json")
     if not sidecar.is_file():
         found = f"contains no configuration, and {sidecar.name} does not exist"
-        expected = (
-            "config.json and a tokenizer from a folder of the same architecture; give it with like= (--like FOLDER)"
-        )
+        expected = "a configuration and a tokenizer; give a folder with them: like= (--like FOLDER)"
         raise refused(file, found, expected, kind=ExportError)
     present = [name for name in TOKENIZER_FILES if (file.parent / name).is_file()]
     files = {name: read_member(file.parent, name, _MOST_BYTES) for name in present}
@@ -177,7 +175,7 @@ def _named(saved: SavedGraph, config: ModelConfig, task: str) -> tuple[dict[str,
     strange = [name for name in plain if name not in set(ours)]
     if strange:
         shown = capped([printable(name, 120) for name in strange], 10)
-        found = f"{len(strange)} tensors are not of a {config.model_type} for {task.replace('_', ' ')}:\n{shown}\n"
+        found = f"{len(strange)} tensors are not of a {config.model_type} for {task}:\n{shown}\n"
         raise refused(saved.path, found, "the names of one graph; give its head (--head)", problems=strange)
     names = canonical_names(config.family, key_map, ours, bare=task == "base")
     return joined({names[name]: tensor for name, tensor in plain.items()}), "ours"

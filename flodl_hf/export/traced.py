@@ -58,16 +58,12 @@ class Traced(nn.Module):
         self.model = _at_rest(model)
         recipe = model.sentence_recipe if model.head == "base" else None
         if recipe is not None and recipe.routes:
-            found = f"the folder has the routes {', '.join(recipe.routes)}, and one graph computes one of them"
-            expected = (
-                "one route: export model.on_route('query')"
-                if model.routed is not None
-                else "one. Set model.sentence_recipe = model.sentence_recipe.on('query'), and export with head='base'"
-            )
-            raise refused("export", found, expected, problems=list(recipe.routes), kind=ExportError)
+            found = f"the folder has the routes {', '.join(recipe.routes)}"
+            own = "model.on_route('query')" if model.routed is not None else "model.sentence_recipe.on('query')"
+            raise refused("export", found, f"one route: export {own}", problems=list(recipe.routes), kind=ExportError)
         if recipe is not None and recipe.changes_states:
             kinds = [step.kind for step in recipe.tokens] or ["hidden states of several layers"]
-            expected = "a pooling of the last states. Export the transformer alone: model.sentence_recipe = None"
+            expected = "a pooling of the last states, or model.sentence_recipe = None"
             raise refused("export", f"vectors from {', '.join(kinds)}", expected, problems=kinds, kind=ExportError)
         pooled = recipe is not None and recipe.splade is None and (recipe.late is None or recipe.late.beside)
         self._recipe = recipe if pooled else None
@@ -177,7 +173,7 @@ def with_torch_defaults() -> Iterator[None]:
     except Exception as fault:
         first = next(iter(str(fault).splitlines()), "")
         found = f"torch {torch.__version__} cannot write it ({type(fault).__name__}: {first}). Nothing was written"
-        expected = "a model of which its exporters know every operation; please report this with the configuration"
+        expected = "operations that its exporters know; please report this with the configuration"
         raise refused("export", found, expected, problems=[str(fault)], kind=ExportError) from fault
     finally:
         for log, level in zip(logs, before, strict=True):

@@ -422,10 +422,7 @@ def family_of(source: Mapping[str, Any], name: str) -> Family:
     close = [] if word.replace("_", "-") in _OTHERS else get_close_matches(word, known, n=1, cutoff=0.8)
     hint = f", did you mean {close[0]!r}?" if close else ""
     found = f"model_type {f'is {printable(word, 60)}' if word else 'is missing'}{hint}"
-    expected = (
-        f"one of {', '.join(known)}. Other architectures run in transformers. One that differs little from a family of "
-        "this list can be added: flodl_hf.families.register(FAMILY)"
-    )
+    expected = f"one of {', '.join(known)}. Similar ones can be added: flodl_hf.families.register(FAMILY)"
     raise refused(name, found, expected, problems=["model_type"], kind=ConfigError, known=known)
 
 

@@ -129,16 +129,16 @@ def explain(request: HubRequest, cause: BaseException, filename: str | None = No
         found, remedy = f"access is refused ({status}), expected a token that may read it", _LOGIN
     elif isinstance(cause, TimeoutError) and status is None:
         found = f"the server sends too slowly ({cause}), expected at least {LEAST_RATE >> 10} KiB a second"
-        remedy = "try again; on a very slow line set HF_HUB_DOWNLOAD_TIMEOUT to more seconds, or pass a folder"
+        remedy = "try again; on a slow line set HF_HUB_DOWNLOAD_TIMEOUT to more seconds"
     elif "FileMetadataError" in names or isinstance(cause, (ValueError, KeyError, TypeError)):
         found = f"the server's answer is no Hub answer ({reason(cause)}), expected one"
         remedy = "check HF_ENDPOINT"
     elif "OSError" in names and getattr(cause, "errno", None) in (28, 30, 13):
         found = f"the cache {request.cache} cannot be written ({reason(cause)})"
-        remedy = "expected a folder to write into: free space, or name another one with cache_dir or HF_HOME"
+        remedy = "free space, or name another folder with cache_dir or HF_HOME"
     else:
         found = f"the request failed ({reason(cause)}), expected the files as the Hub announces them"
-        remedy = "try again; with the files at hand, pass their folder, or local_files_only=True if they are cached"
+        remedy = "try again; or pass a folder, or local_files_only=True for cached files"
     what = f"{filename}: " if filename and known != "RevisionNotFoundError" else ""
     raise request.error(what + found, remedy, status=status) from cause
 

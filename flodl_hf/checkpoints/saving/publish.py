@@ -148,12 +148,12 @@ def check_target(target: Path, overwrite: bool, replaceable: Callable[[str], boo
         found, todo = "found a file, a link or a mount point", "choose another name"
     elif Path.cwd().is_relative_to(target.resolve()):
         # An exchanged folder is deleted, and the process must not be inside it.
-        found, todo = "found the current folder, or one above it", "choose a folder inside it, or start elsewhere"
+        found, todo = "found the current folder, or one above it", "choose a folder inside it"
     elif files and not overwrite:
         found, todo = f"found a folder with {len(files)} files", "choose another, or allow it: overwrite=True"
     elif strange:
         found = f"found {len(strange)} files that do not belong to a model:\n{capped(strange, 8)}\n"
-        todo = "overwriting would delete them; move them away, or choose another folder"
+        todo = "overwriting would delete them; choose another folder"
     else:
         return
     raise refused(target, found, f"a new or empty folder; {todo}", problems=strange, kind=ExportError)
@@ -184,7 +184,7 @@ def check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(next(folder for folder in target.absolute().parents if folder.is_dir())).free
     if needed > free:
         found = f"needs {needed:,} bytes, found {free:,} free"
-        expected = "room for the whole new folder in addition to the old one; free some space, or choose another disk"
+        expected = "room for the new folder in addition to the old one"
         details = {"needed_bytes": needed, "free_bytes": free}
         raise refused(target, found, expected, problems=["not enough space"], kind=ExportError, **details)
 

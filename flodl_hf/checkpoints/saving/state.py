@@ -181,7 +181,7 @@ def _resolve_ties(
             problems.append(f"{printable(name)}: is the same memory as {printable(other)}")
     if problems:
         found = f"tensors share memory without being declared tied:\n{capped(problems)}\n"
-        expected = "declared ties, because a reader would get independent copies; declare the tie or clone one"
+        expected = "declared ties, or clones of the tensors"
         raise refused("export", found, expected, problems=problems, kind=ExportError)
     return available
 

@@ -71,7 +71,7 @@ def json_bytes(value: Any) -> bytes:
 
 def refuse_setting(path: Path, key: str, value: Any, expected: str) -> FlodlError:
     """Return the error of a setting that changes numbers and is not supported."""
-    advice = f"{expected}; other values are not supported. Correct it, or load the transformer's own folder without it"
+    advice = f"{expected}; others are not supported. Correct it, or load the transformer's own folder"
     found = f"found {key}: {shown(value, 80)}"
     return refused(path, found, advice, problems=[key], kind=ConfigError, key=key, value=value)
 
@@ -234,7 +234,7 @@ def _checked(root: Path, value: Modules) -> Modules:
     unknown = [kind for kind in kinds if kind not in _KNOWN]
     if unknown:
         found = f"found the module {printable(unknown[0], 80)}, which is not supported"
-        expected = f"{', '.join(_KNOWN)}, or a Router of these. Load the transformer's own folder to use it without"
+        expected = f"{', '.join(_KNOWN)}, or a Router of these, or the transformer's own folder"
         raise refused(root / "modules.json", found, expected, problems=unknown, kind=ConfigError)
     first, behind = kinds[:1], kinds[1:]
     if "MultiVectorMask" in kinds:
@@ -247,10 +247,7 @@ def _checked(root: Path, value: Modules) -> Modules:
         sound = behind.count("Pooling") < 2 and "WeightedLayerPooling" not in behind[1:]
         sound = sound and not {"LayerNorm", "Dropout"} & set(behind[:at]) and "CNN" not in behind[at:]
         sound = sound and not {"Transformer", "MLMTransformer"} & set(behind)
-        expected = (
-            "one Transformer, one Pooling, and Dense, LayerNorm, Dropout and Normalize behind it; "
-            "WeightedLayerPooling, CNN and Dense for vectors of tokens before it; or Transformer and SpladePooling"
-        )
+        expected = "Transformer, layers of token vectors, one Pooling, layers of text vectors; or SpladePooling"
     if first not in (["Transformer"], ["MLMTransformer"]) or not sound:
         raise wrong(root / "modules.json", f"found the modules {', '.join(kinds[:8]) or 'none'}", expected)
     return value

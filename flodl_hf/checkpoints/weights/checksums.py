@@ -164,10 +164,7 @@ def compare_folder(
         listed = {**blobs, **listed}
     elif not blobs:
         found = "no expected checksums"
-        expected = (
-            f"{CHECKSUMS}, as in exports, or a snapshot of the Hub's cache. If you trust the files as they are, "
-            f"`flodl-hf verify {place} --write` writes it; or load without verified"
-        )
+        expected = f"{CHECKSUMS}, as in exports; `flodl-hf verify {place} --write` writes it for files that you trust"
         raise refused(place, found, expected, problems=[f"no {CHECKSUMS}"], file=CHECKSUMS)
     names = [name for name in listed if read is None or read(name)]
     # Of a repository only the files that a load reads are fetched.
@@ -238,7 +235,7 @@ def _listed_in(folder: Path) -> tuple[str, dict[str, _Listed]]:
         return fingerprint, listed
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = f"cannot be used ({printable(str(error), 200)})"
-        expected = "names, lengths and SHA-256 as an export writes them. Fetch or export the folder again"
+        expected = "names, lengths and SHA-256. Fetch or export the folder again"
         raise refused(folder / CHECKSUMS, found, expected, problems=[str(error)], file=CHECKSUMS) from None
 
 
@@ -314,18 +311,12 @@ def hold(
     comparison = compare_folder(place, reads_file if names is None else names.__contains__, seen)
     if isinstance(verified, str) and comparison.fingerprint != verified:
         found = f"its fingerprint is {comparison.fingerprint or f'absent: no {CHECKSUMS}'}"
-        expected = (
-            f"{printable(verified, 80)}; this is another model, or its files were replaced. Fetch it again from a "
-            "trusted source, or give the fingerprint that `flodl-hf verify` reports for the intended folder"
-        )
+        expected = f"{printable(verified, 80)}, as `flodl-hf verify` reports it. This is another model"
         raise refused(place, found, expected, problems=["fingerprint"], file=CHECKSUMS)
     if faults := [state for state in comparison.faults if state.is_read]:
         lines = [str(state) for state in faults]
         found = f"{len(faults)} file(s) not as {comparison.by} says:\n{capped(lines)}\n"
-        expected = (
-            "the same bytes. Fetch or export the folder again; if the change was meant, "
-            f"`flodl-hf verify {place} --write` takes the files as they are"
-        )
+        expected = f"the same bytes. Fetch it again, or accept it: `flodl-hf verify {place} --write`"
         files = [state.name for state in faults]
         raise refused(place, found, expected, problems=lines, files=files, file=files[0])
     return partial(_check_unchanged, place, seen)

@@ -350,10 +350,7 @@ def _step(
 
 def _unsafe(path: str, problem: str) -> FlodlError:
     found = f"its pickle program contains {problem}, which a table of tensors does not need"
-    expected = (
-        f"only the names {', '.join(sorted(NAMES))}; nothing was executed; do not load this file with anything that "
-        "runs pickles, get safetensors instead"
-    )
+    expected = f"only the names {', '.join(sorted(NAMES))}. Nothing was executed; use safetensors instead"
     return refused(path, found, expected, problems=[problem], kind=UnsafeFileError)
 
 
