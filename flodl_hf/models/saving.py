@@ -87,7 +87,7 @@ def model_contents(model: GraphModel, *, max_shard_size: int | str | None = None
     plans = {
         inside: plan_state(
             stored_tensors(part), part.source.manifest if part.source and part.source.same_head else None,
-            ties=stored_ties(part), max_shard_size=max_shard_size, metadata={"format": "pt"},
+            ties=stored_ties(part), max_shard_size=max_shard_size,
         )
         for inside, part in _parts(model).items()
     }  # fmt: skip
