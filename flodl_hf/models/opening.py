@@ -16,7 +16,7 @@ from flodl_hf.errors import PredictError
 if TYPE_CHECKING:
     import torch
 
-    from flodl_hf.checkpoints.weights.loaded import Weights
+    from flodl_hf.checkpoints.weights.manifest import Weights
 
 __all__ = ["FromPretrained", "LoadKeywords"]
 

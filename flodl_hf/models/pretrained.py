@@ -31,8 +31,9 @@ from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, read_recipe
 from flodl_hf.checkpoints.sentence.settings import transformer_folder
 from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
-from flodl_hf.checkpoints.weights.loaded import OnDisk, Source, Weights, stays_on_disk, warn_of_unexpected
+from flodl_hf.checkpoints.weights.loaded import OnDisk, Source, warn_of_unexpected
 from flodl_hf.checkpoints.weights.loading import Plan, class_of
+from flodl_hf.checkpoints.weights.manifest import Weights, stays_on_disk
 from flodl_hf.families.schema import PassthroughTensor
 from flodl_hf.inference.classes import score_function
 from flodl_hf.models.adapted import Adapted

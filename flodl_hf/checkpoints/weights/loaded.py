@@ -1,7 +1,6 @@
 """What a load leaves with a model: its report and source, and the tensors that stay in their files.
 
-Decides whether weights exceed the free memory, and which weights cannot stay on disk. How
-predictions are computed from them is in `flodl_hf.inference.layers_from_disk`.
+How predictions are computed from tensors in files is in `flodl_hf.inference.layers_from_disk`.
 """
 
 from __future__ import annotations
@@ -14,19 +13,16 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flodl.errors import ConfigError, capped, nearest, visible
-from flodl.memory import available_memory
-from flodl_hf.checkpoints.weights.manifest import DTYPES, SourceManifest
+from flodl.errors import capped, visible
+from flodl_hf.checkpoints.weights.manifest import SourceManifest
 
-Weights = Literal["memory", "disk"]
 _MADV_DONTNEED = 4  # asm-generic/mman-common.h
 
 
@@ -74,69 +70,6 @@ class OnDisk:
         place = tensor.data_ptr()
         if self._shown.get(place) == (tensor.nbytes, tensor._version):
             _release_pages(place, tensor.nbytes)
-
-
-def stays_on_disk(
-    weights: str | None,
-    manifest: SourceManifest,
-    used: Iterable[str],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    mapped: bool | None,
-    notes: list[str],
-) -> bool:
-    """Return whether a folder's weights stay on disk: requested by the caller, or too large for memory.
-
-    Args:
-        weights: "memory", "disk", or None to decide by the memory that is free.
-        manifest: the folder's weight files.
-        used: stored names that the model takes.
-        dtype: dtype of the model's weights.
-        device: device of the model.
-        mapped: the caller's ``mapped`` argument.
-        notes: receives a line if the decision was made here.
-
-    Raises:
-        ConfigError: another word, or weights that cannot stay on disk.
-    """
-    if weights not in (None, "memory", "disk"):
-        hint = nearest(str(weights), ("memory", "disk"))
-        raise ConfigError(f"weights={weights!r}{hint}; expected 'memory', 'disk' or None", problems=["weights"])
-    if weights == "memory":
-        return False
-    stored = [manifest.tensors[name] for name in dict.fromkeys(used) if name in manifest.tensors]
-    kinds = {tensor.dtype for tensor in stored}
-    is_safetensors = manifest.layout in ("single", "sharded")
-    faults = []
-    if device.type not in ("cpu", "cuda"):
-        faults.append(f"layers are loaded on demand on CPUs and CUDA devices, not on a {device.type}")
-    if mapped is False:
-        faults.append("mapped=False requests copies in memory")
-    if not is_safetensors:
-        faults.append(f"{Path(manifest.files[0].name).name} has to be converted once, by flodl-hf convert")
-    if any(DTYPES[kind] != dtype for kind in kinds):
-        word = str(dtype).removeprefix("torch.")
-        faults.append(
-            f"weights are stored in {', '.join(sorted(kinds))} but {word} needs copies; pass dtype= as "
-            "they are stored, and predict with precision= to compute in another dtype"
-        )
-    if weights == "disk":
-        if faults:
-            raise ConfigError(f"{manifest.folder}: weights='disk' cannot be: {'; '.join(faults)}", problems=faults)
-        return True
-    need = sum(prod(tensor.shape) for tensor in stored) * dtype.itemsize
-    free = available_memory(device)
-    if free is None or need <= free or not is_safetensors:
-        return False
-    short = f"weights take {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"
-    if faults:
-        notes.append(f"{short}; they could stay on disk (weights='disk'), but {'; '.join(faults)}")
-        return False
-    said = f"{short}: they stay on disk and are read layer by layer for each call (weights='disk'; 'memory' insists)"
-    notes.append(said)
-    warnings.warn(f"{manifest.folder}: {said}", stacklevel=2)
-    return True
 
 
 def _file_mappings() -> list[tuple[int, int]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor
 
 from flodl.checkpoint.tensor_bytes import TORCH_DTYPES as DTYPES
-from flodl.errors import capped, printable
+from flodl.errors import ConfigError, capped, nearest, printable
+from flodl.memory import available_memory
 from flodl.safetensors_header import read_header
 from flodl.system import read_at
 from flodl_hf.checkpoints.folders import refused
 from flodl_hf.checkpoints.weights.prefetch import Extent, cut, extents_of, fill, memory_of
 
+Weights = Literal["memory", "disk"]
 Layout = Literal["single", "sharded", "bin", "bin-sharded"]
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
@@ -212,3 +215,66 @@ def map_extents(descriptor: int, path: str, extents: Sequence[Extent]) -> list[T
         flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=extent.start)
         tensors.append(flat.view(extent.shape))
     return tensors
+
+
+def stays_on_disk(
+    weights: str | None,
+    manifest: SourceManifest,
+    used: Iterable[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    mapped: bool | None,
+    notes: list[str],
+) -> bool:
+    """Return whether a folder's weights stay on disk: requested by the caller, or too large for memory.
+
+    Args:
+        weights: "memory", "disk", or None to decide by the memory that is free.
+        manifest: the folder's weight files.
+        used: stored names that the model takes.
+        dtype: dtype of the model's weights.
+        device: device of the model.
+        mapped: the caller's ``mapped`` argument.
+        notes: receives a line if the decision was made here.
+
+    Raises:
+        ConfigError: another word, or weights that cannot stay on disk.
+    """
+    if weights not in (None, "memory", "disk"):
+        hint = nearest(str(weights), ("memory", "disk"))
+        raise ConfigError(f"weights={weights!r}{hint}; expected 'memory', 'disk' or None", problems=["weights"])
+    if weights == "memory":
+        return False
+    stored = [manifest.tensors[name] for name in dict.fromkeys(used) if name in manifest.tensors]
+    kinds = {tensor.dtype for tensor in stored}
+    is_safetensors = manifest.layout in ("single", "sharded")
+    faults = []
+    if device.type not in ("cpu", "cuda"):
+        faults.append(f"layers are loaded on demand on CPUs and CUDA devices, not on a {device.type}")
+    if mapped is False:
+        faults.append("mapped=False requests copies in memory")
+    if not is_safetensors:
+        faults.append(f"{Path(manifest.files[0].name).name} has to be converted once, by flodl-hf convert")
+    if any(DTYPES[kind] != dtype for kind in kinds):
+        word = str(dtype).removeprefix("torch.")
+        faults.append(
+            f"weights are stored in {', '.join(sorted(kinds))} but {word} needs copies; pass dtype= as "
+            "they are stored, and predict with precision= to compute in another dtype"
+        )
+    if weights == "disk":
+        if faults:
+            raise ConfigError(f"{manifest.folder}: weights='disk' cannot be: {'; '.join(faults)}", problems=faults)
+        return True
+    need = sum(prod(tensor.shape) for tensor in stored) * dtype.itemsize
+    free = available_memory(device)
+    if free is None or need <= free or not is_safetensors:
+        return False
+    short = f"weights take {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"
+    if faults:
+        notes.append(f"{short}; they could stay on disk (weights='disk'), but {'; '.join(faults)}")
+        return False
+    said = f"{short}: they stay on disk and are read layer by layer for each call (weights='disk'; 'memory' insists)"
+    notes.append(said)
+    warnings.warn(f"{manifest.folder}: {said}", stacklevel=2)
+    return True

@@ -13,7 +13,7 @@ import torch
 
 from flodl.errors import ConfigError
 from flodl.graph import FlowBuilder
-from flodl_hf.checkpoints.weights import loaded as on_disk
+from flodl_hf.checkpoints.weights import manifest as on_disk
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads.auto import load
