@@ -168,7 +168,8 @@ def _write_onnx(traced: Traced, program: ExportedProgram, path: Path, opset: int
             output_names=list(traced.outputs), dynamic_shapes=named, verbose=False,
         )  # fmt: skip
         assert made is not None
-        for value in (*made.model.graph.inputs, *made.model.graph.outputs):
+        values: list[Any] = [*made.model.graph.inputs, *made.model.graph.outputs]
+        for value in values:
             # The first axes get their names in place of torch's.
             names = traced.inputs.get(value.name) or traced.outputs[value.name]
             value.shape = onnx_ir.Shape([*names, *list(value.shape)[len(names) :]])

@@ -161,7 +161,7 @@ def thresholds_of(stated: Any, labels: Sequence[str], notes: list[str]) -> dict[
     """
     if stated is None:
         return None
-    values = list(stated.values()) if isinstance(stated, Mapping) and set(stated) == set(labels) else [None]
+    values: list[Any] = list(stated.values()) if isinstance(stated, Mapping) and set(stated) == set(labels) else [None]
     if all(type(value) in (int, float) and 0 <= value <= 1 for value in values):
         return {name: float(stated[name]) for name in labels}
     notes.append(

@@ -227,7 +227,9 @@ def _dense(settings: dict[str, Any], tensors: Mapping[str, Tensor], where: Path)
     found = {name: tensor.float() for name, tensor in tensors.items()}
     weight, residual = found.get("linear.weight"), settings.get("use_residual") is True
     rows, columns = (None, None) if weight is None or weight.dim() != 2 else weight.shape
-    expected = {"linear.weight": (settings.get("out_features") or rows, settings.get("in_features") or columns)}
+    expected: dict[str, tuple[Any, ...]] = {
+        "linear.weight": (settings.get("out_features") or rows, settings.get("in_features") or columns)
+    }
     if "linear.bias" in found:
         expected["linear.bias"] = (rows,)
     if residual and rows != columns:

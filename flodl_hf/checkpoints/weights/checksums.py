@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from flodl.errors import CheckpointError, capped, printable
 from flodl.files import SEAL, seal, unseal, write_atomically
@@ -254,7 +254,7 @@ def digest_of(path: Path, *, git: bool = False) -> str:
         return _digest_of(file, git=git)
 
 
-def _digest_of(file: BinaryIO, *, git: bool) -> str:
+def _digest_of(file: Any, *, git: bool) -> str:
     empty = hashlib.sha256()
     if git:  # it begins with the length of the file
         empty = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size, usedforsecurity=False)
