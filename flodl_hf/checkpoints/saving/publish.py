@@ -135,7 +135,7 @@ def publish_folder(
 def check_target(target: Path, overwrite: bool, replaceable: Callable[[str], bool] = is_model_file) -> None:
     """Raise an `ExportError` if a folder cannot be written, or replaced where it exists."""
     if (fault := path_fault(target)) is not None:
-        raise refused(printable(str(target), 400), fault, "the path of a folder", kind=ExportError)
+        raise refused(os.fsdecode(target), fault, "the path of a folder", kind=ExportError)
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:
