@@ -56,12 +56,8 @@ class TokenRate:
     """
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
-
-    @property
-    def now(self) -> float:
+        self.now = self._tokens = self._seconds = 0.0
         """Tokens per second; 0 before the first batch."""
-        return self._tokens / self._seconds if self._seconds else 0.0
 
     def ran(self, tokens: int, seconds: float, *, full: bool) -> None:
         """Add a batch.
@@ -77,6 +73,7 @@ class TokenRate:
             keep = 0.5 if faster else 0.9
             self._tokens = keep * self._tokens + tokens
             self._seconds = keep * self._seconds + seconds
+            self.now = self._tokens / self._seconds
 
 
 @dataclass(eq=False)
@@ -90,18 +87,11 @@ class _QueuedRows:
     ends: np.ndarray
     """Cumulative tokens, ``(rows,)``."""
     start: float
+    """Progress of the request's flow before these rows; rows are ordered by it and ``ran``."""
     at: int = 0
+    ran: int = 0
+    """Number of tokens of rows before ``at``, which are in batches."""
     since: float = field(default_factory=time.perf_counter)
-
-    @property
-    def tag(self) -> float:
-        """Progress of the request's flow, by which rows are ordered."""
-        return self.start + self.ran
-
-    @property
-    def ran(self) -> int:
-        """Number of tokens that are in batches."""
-        return int(self.ends[self.at - 1]) if self.at else 0
 
     def take(self, room: int, tag: float) -> int:
         """Take rows of up to ``room`` tokens, before the turn of a flow at ``tag``, and return their tokens.
@@ -113,6 +103,7 @@ class _QueuedRows:
             self.ends, (before + room, tag - self.start, before + QUANTUM), side="right"
         ).tolist()
         self.at = max(self.at + 1, min(fit, max(turn + 1, turns), len(self.ends)))
+        self.ran = int(self.ends[self.at - 1])
         return self.ran - before
 
 
@@ -226,7 +217,7 @@ class Batcher:
             group = self._waiting.setdefault((id(model), options, work), {})
             # Numbers are unique: each priority shifts them by a fraction of its own.
             number = next(self._numbers) - (PRIORITY_SHIFT + 0.25) * request.priority
-            heappush(group.setdefault(key, []), (sent.tag, number, sent))
+            heappush(group.setdefault(key, []), (sent.start, number, sent))
             self._changed.notify()
         request.read_on()
         return pending
@@ -291,7 +282,7 @@ class Batcher:
                 room -= tokens
                 self.queued_tokens -= tokens
                 if sent.at < len(sent.ends):
-                    heappush(heap, (sent.tag, number, sent))
+                    heappush(heap, (sent.start + sent.ran, number, sent))
                 else:
                     self._active[key] -= 1
             return work, list(taken.values())

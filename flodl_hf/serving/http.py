@@ -54,9 +54,11 @@ class HttpServer(uvicorn.Server):
         stopping = {number: partial(self.handle_exit, number, None) for number in (signal.SIGINT, signal.SIGTERM)}
         self._calls = {**stopping, **calls}
 
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
         """Install the signal handlers while the context is active."""
-        return signal_handlers(self._calls)
+        with signal_handlers(self._calls):
+            yield
 
     async def begin(self, sockets: list[Any]) -> asyncio.Future[None]:
         """Return the task of the server, which accepts connections already or has ended.
@@ -148,7 +150,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._complete, self._head_size, before = count, 0, self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
-            self.scope[CYCLE] = self.cycle
+            scope: Any = self.scope
+            scope[CYCLE] = self.cycle
 
     def on_body(self, body: bytes) -> None:
         self._head_size = 0

@@ -371,12 +371,11 @@ def log_event(logger: logging.Logger, what: str, fields: Mapping[str, Any]) -> N
         what: the message.
         fields: the fields.
     """
-    if len(logger.handlers) == 1 and not (logger.propagate or logger.filters):
-        handler = logger.handlers[0]
-        if type(handler) is Lines and not handler.filters and type(handler.formatter) is Log:
-            handler.add_line(what, fields)
-            return
-    logger.info(what, extra={"fields": fields})
+    (handler, *others) = logger.handlers or (None,)
+    if isinstance(handler, Lines) and not (others or logger.propagate or logger.filters or handler.filters):
+        handler.add_line(what, fields)
+    else:
+        logger.info(what, extra={"fields": fields})
 
 
 def _line(fields: Mapping[str, Any]) -> str:

@@ -141,7 +141,8 @@ async def encode_response(response: Response, form: str, size: int) -> list[Part
     if "msgpack" in form:
         import msgpack
 
-        parts = _cut(msgpack.packb(response.data, default=_plain))
+        packed: Any = msgpack.packb(response.data, default=_plain)
+        parts = _cut(packed)
     elif vectors is None:
         message = "this response has no array. Request application/json or application/msgpack."
         raise RefusedError(message, "accept")

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -451,29 +452,20 @@ def running(settings: Settings, host: str = "127.0.0.1", port: int = 0) -> Itera
     """
     server = (_SingleProcess if settings.http_processes == 1 else Parent)(settings)
     listener = _bound(host, port)
-    started = threading.Event()
-    outcome: list[Any] = []
+    address: Future[str] = Future()
 
-    def here() -> None:
-        outcome.append(_address(listener))
-        started.set()
-
-    def served() -> None:
+    def serve() -> None:
         try:
             with runner() as loop:
-                loop.run(server.serve(listener, here))
+                loop.run(server.serve(listener, lambda: address.set_result(_address(listener))))
         except BaseException as fault:
-            outcome.append(fault)
-        finally:
-            started.set()
+            if not address.done():
+                address.set_exception(fault)
 
-    thread = threading.Thread(target=served, name="flodl-hf-serve", daemon=True)
+    thread = threading.Thread(target=serve, name="flodl-hf-serve", daemon=True)
     thread.start()
-    started.wait()
     try:
-        if isinstance(outcome[0], BaseException):
-            raise outcome[0]
-        yield outcome[0], server.app if isinstance(server, _SingleProcess) else server
+        yield address.result(), server.app if isinstance(server, _SingleProcess) else server
     finally:
         server.stop()
         thread.join(settings.drain_s + 15)
