@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -95,7 +95,8 @@ def make_app(state: AppState, processes: Processes | None) -> Starlette:
         for path, endpoint in endpoints.items()
     ]
     gets = [HttpRoute(one.path.replace("{name}", "{name:path}"), one, methods=["GET"]) for one in _status_pages(state)]
-    app = _App(endpoints, routes=[*posts, *gets, *below], lifespan=lifespan)
+    app = _App(routes=[*posts, *gets, *below], lifespan=lifespan)
+    app.endpoints = endpoints
     app.router.redirect_slashes = False
     for status in (404, 405):
         app.add_exception_handler(status, _not_found)
@@ -106,19 +107,16 @@ def make_app(state: AppState, processes: Processes | None) -> Starlette:
 class _App(Starlette):
     """Application that resolves its POST routes by exact path, before Starlette's routing.
 
-    Args:
+    Attributes:
         endpoints: endpoint of each path.
-        **options: of Starlette.
     """
 
-    def __init__(self, endpoints: dict[str, Endpoint], **options: Any) -> None:
-        super().__init__(**options)
-        self._endpoints = endpoints
+    endpoints: Mapping[str, Endpoint]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request."""
         if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
-            endpoint = self._endpoints.get(scope["path"])
+            endpoint = self.endpoints.get(scope["path"])
             if endpoint is not None:
                 await endpoint(scope, receive, send)
                 return

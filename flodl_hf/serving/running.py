@@ -301,9 +301,6 @@ class Parent:
         for one in self._children:
             self._send_workers(one)
 
-    def answered(self, worker: Process, message: dict[str, Any], arrays: list[Any]) -> None:
-        """Ignore: the parent sends no requests."""
-
     def ended(self, worker: Process) -> None:
         """Forget a worker that ended; HTTP processes detect its end by their connections."""
         for one in self._children:

@@ -11,8 +11,9 @@ packed call. Long texts are read in windows, or truncated for vectors, as in Pyt
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -69,24 +70,21 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Return a response for each request; an invalid request fails alone."""
         read = [self._read(request) for request in requests]
-        texts = [text for one in read if isinstance(one, list) for text in one]
         try:
-            found: list[Any] | None = self._answers(texts)
+            found = iter(self._answers([text for one in read if isinstance(one, list) for text in one]))
         except FlodlError:
             found = None  # caused by one request, so each runs separately
-        responses, at = [], 0
-        for one in read:
-            if not isinstance(one, list):
-                responses.append(self._failed(one))
-                continue
+        return [self._response(one, found) for one in read]
+
+    def _response(self, texts: list[Any] | str, found: Iterator[Any] | None) -> Any:
+        """Return the response for texts, with the next results, or for an error message."""
+        if isinstance(texts, list):
             try:
-                rows = self._answers(one) if found is None else found[at : at + len(one)]
+                rows = self._answers(texts) if found is None else list(islice(found, len(texts)))
+                return self._pb.InferenceResponse([self._pb.Tensor(self._output, self._written(rows))])
             except FlodlError as fault:
-                responses.append(self._failed(str(fault)))
-                continue
-            at += len(one)
-            responses.append(self._pb.InferenceResponse([self._pb.Tensor(self._output, self._written(rows))]))
-        return responses
+                texts = str(fault)
+        return self._pb.InferenceResponse(output_tensors=[], error=self._pb.TritonError(texts))
 
     def finalize(self) -> None:
         """Release the model."""
@@ -119,6 +117,3 @@ class TritonPythonModel:
             return np.stack(rows).astype(np.float32)
         lines = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
         return np.array(lines, dtype=np.object_).reshape(-1, 1)
-
-    def _failed(self, why: str) -> Any:
-        return self._pb.InferenceResponse(output_tensors=[], error=self._pb.TritonError(why))

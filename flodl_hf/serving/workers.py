@@ -241,7 +241,8 @@ class Processes:
 
     Args:
         settings: the server's settings.
-        listener: receives changes and results by ``use``, ``answered``, ``ended`` and ``left``, methods of `Workers`.
+        listener: receives changes by ``use``, ``ended`` and ``left``, and results of its requests by ``answered``,
+            methods of `Workers`.
         fd_channel: whether connections to further HTTP processes are sent to the workers.
     """
 
