@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route as HttpRoute
 
 from flodl.errors import nearest
-from flodl_hf.serving.endpoint import Endpoint, Receive, check_key
+from flodl_hf.serving.endpoint import App, Endpoint, Receive, check_key
 from flodl_hf.serving.responses import (
     KINDS,
     RefusedError,
@@ -95,32 +95,13 @@ def make_app(state: AppState, processes: Processes | None) -> Starlette:
         for path, endpoint in endpoints.items()
     ]
     gets = [HttpRoute(one.path.replace("{name}", "{name:path}"), one, methods=["GET"]) for one in _status_pages(state)]
-    app = _App(routes=[*posts, *gets, *below], lifespan=lifespan)
+    app = App(routes=[*posts, *gets, *below], lifespan=lifespan)
     app.endpoints = endpoints
     app.router.redirect_slashes = False
     for status in (404, 405):
         app.add_exception_handler(status, _not_found)
     app.state.server, app.state.processes = state, processes
     return app
-
-
-class _App(Starlette):
-    """Application that resolves its POST routes by exact path, before Starlette's routing.
-
-    Attributes:
-        endpoints: endpoint of each path.
-    """
-
-    endpoints: Mapping[str, Endpoint]
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request."""
-        if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
-            endpoint = self.endpoints.get(scope["path"])
-            if endpoint is not None:
-                await endpoint(scope, receive, send)
-                return
-        await super().__call__(scope, receive, send)
 
 
 async def _not_found(request: Any, fault: Any) -> Any:

@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+from starlette.applications import Starlette
 
 from flodl_hf.serving.admission import key_id
 from flodl_hf.serving.metrics import RequestMetrics
@@ -65,6 +67,25 @@ def check_key(state: AppState, headers: Headers) -> str:
     if found is None:
         raise RefusedError("the API key is missing or wrong; expected 'Authorization: Bearer KEY'", "key")
     return found
+
+
+class App(Starlette):
+    """Application that resolves its POST routes by exact path, before Starlette's routing.
+
+    Attributes:
+        endpoints: endpoint of each path.
+    """
+
+    endpoints: Mapping[str, Endpoint]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
+            endpoint = self.endpoints.get(scope["path"])
+            if endpoint is not None:
+                await endpoint(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
 
 
 class Endpoint:
