@@ -336,7 +336,7 @@ class Batcher:
                 return
             taken[0].finish(fault)
         else:
-            self._count(table, started)
+            self._count(taken, table, started)
 
     def _bring(self) -> None:
         while True:
@@ -347,16 +347,19 @@ class Batcher:
                 for rows in taken:
                     rows.finish(fault)
             else:
-                self._count(table, started)
+                self._count(taken, table, started)
             with self._changed:
                 self._unfinished -= 1
 
-    def _count(self, table: TokenTable, started: float) -> None:
+    def _count(self, taken: list[_BatchRows], table: TokenTable, started: float) -> None:
+        """Count a batch, and then let the threads that wait for its results continue."""
         # A batch may be started before the previous one has finished.
         began, self._ended = max(started, self._ended), time.perf_counter()
         tokens, seconds = int(table.lengths.sum()), self._ended - began
         self._ran.append((len(table), tokens, seconds))
         self.pace.ran(tokens, seconds, full=2 * tokens >= self.max_tokens or len(self._waiting) > 1)
+        for rows in taken:
+            rows.finish()
 
 
 def _joined(taken: list[_BatchRows]) -> tuple[TokenTable, Sequence[Sequence[int]] | None]:
@@ -392,7 +395,6 @@ def _distribute(taken: list[_BatchRows], results: Pending) -> None:
         (part,) = taken
         for rows, sizes, values in results.parts():
             part.sent.pending.add(rows + part.first, sizes, torch.from_numpy(values), None)
-        part.finish()
         return
     counts = [part.last - part.first for part in taken]
     owner = np.repeat(np.arange(len(taken)), counts)
@@ -409,5 +411,3 @@ def _distribute(taken: list[_BatchRows], results: Pending) -> None:
         for part, a, b in zip(taken, bounds[:-1], bounds[1:], strict=True):
             if a < b:
                 part.sent.pending.add(places[a:b], sizes[a:b], torch.from_numpy(values[ends[a] : ends[b]]), None)
-    for part in taken:
-        part.finish()
