@@ -78,15 +78,9 @@ class BaseModel(EncoderModel):
         """
         wanted = ["pooler_output"] if self.has_pooler else []
         states, named, seen = self._run_graph(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            wanted,
-            embeds=inputs_embeds,
-            hidden_states=output_hidden_states,
-            attentions=output_attentions,
-        )
+            input_ids, attention_mask, token_type_ids, position_ids, wanted, embeds=inputs_embeds,
+            hidden_states=output_hidden_states, attentions=output_attentions,
+        )  # fmt: skip
         output = BaseOutput(states, named.get("pooler_output"), **seen)
         return output if return_dict else output.to_tuple()
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from flodl_hf.errors import PredictError
-from flodl_hf.inference.search import CORPUS, as_vectors
+from flodl_hf.inference.search import CORPUS, as_vectors, check_numbers
 
 __all__ = ["community_detection"]
 
@@ -48,10 +47,7 @@ def community_detection(
         PredictError: a size below 1, or no vectors.
     """
     vectors = as_vectors(embeddings, "embeddings")
-    sizes = {"min_community_size": min_community_size, "batch_size": batch_size}
-    wrong = [f"{name}={value}; expected 1 or more" for name, value in sizes.items() if value < 1]
-    if wrong:
-        raise PredictError(f"community_detection: {'; '.join(wrong)}", problems=wrong)
+    check_numbers("community_detection", {"min_community_size": min_community_size, "batch_size": batch_size})
     if len(vectors) < min_community_size:
         return []
     place = torch.device(device) if device is not None else vectors.device

@@ -191,8 +191,12 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _run(self, batch: Batch, alone: bool) -> tuple[Tensor, Any]:
-        if self.bucketed and not self.exact:
-            return self._bucketed(batch, alone)
+        # Large batches come in few shapes, all of them recorded: launching them op by op would keep the
+        # interpreter from tokenising and decoding meanwhile.
+        large = len(batch.ids) > SMALL
+        wanted = self.bucketed and not self.exact and batch.at is None and (large or alone)
+        if wanted and self.recorder.records_on(self.device) and not self.recorder.refused:
+            return self._recorded(batch, large)
         return self._back(batch.work(self.graph, *self._given(batch)).float(), batch.count)
 
     def _given(self, batch: Batch) -> Given:
@@ -235,30 +239,22 @@ class Engine:
         steps, full = 1 if self.coarse and not large else 4, self.budget if large else None
         return bucket_of(batch.lengths, steps=steps, most=self.longest, full=full)
 
-    def _bucketed(self, batch: Batch, alone: bool) -> tuple[Tensor, Any]:
-        # Large batches come in few shapes, all of them recorded: launching them op by op would keep the
-        # interpreter from tokenising and decoding meanwhile.
-        large = len(batch.ids) > SMALL
+    def _recorded(self, batch: Batch, large: bool) -> tuple[Tensor, Any]:
+        """Return the result of a batch whose shape is recorded, now or later."""
         bucket = self._bucket(batch)
         buffer = Buffer(bucket, types=self.types, pinned=self.cuda)
-        all_lengths = buffer.write(batch.ids, batch.types, batch.lengths)
-        recorder, key = self.recorder, (batch.work, bucket)
-        recorded = batch.at is None and (large or alone) and recorder.records_on(self.device) and not recorder.refused
-        if recorded:
-            found = recorder.replayed(key, buffer.packed, self.device, lambda out: self._back(out, batch.count))
-            if found is not None:
-                return found
+        buffer.write(batch.ids, batch.types, batch.lengths)
+        key = (batch.work, bucket)
+        found = self.recorder.replayed(key, buffer.packed, self.device, lambda out: self._back(out, batch.count))
+        if found is not None:
+            return found
         packed = buffer.packed.to(self.device, non_blocking=True)
-        if recorded:
-            # As the recording will compute it, to the bit: it knows no lengths.
-            step = self._step(batch.work, buffer)
-            output = step(packed)
-            result = self._back(output, batch.count)
-            recorder.saw(key, packed, output, step, wait=1 if large else WAIT)
-            return result
-        there, kinds, layout = buffer.on(packed, all_lengths, len(batch.lengths))
-        at = None if batch.at is None else self._chosen(batch.at)
-        return self._back(batch.work(self.graph, there, kinds, layout, at).float(), batch.count)
+        # As the recording will compute it, to the bit: it knows no lengths.
+        step = self._step(batch.work, buffer)
+        output = step(packed)
+        result = self._back(output, batch.count)
+        self.recorder.saw(key, packed, output, step, wait=1 if large else WAIT)
+        return result
 
     def _step(self, work: Work, buffer: Buffer) -> Callable[[Tensor], Tensor]:
         def step(packed: Tensor) -> Tensor:

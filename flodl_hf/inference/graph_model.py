@@ -38,24 +38,13 @@ def check_rows(input_ids: Tensor) -> None:
         PredictError: it is no tensor, or the shape is another.
     """
     if not isinstance(input_ids, Tensor):
-        if isinstance(input_ids, Mapping):
-            raise PredictError(
-                f"input_ids: found {type(input_ids).__name__}, which contains more than ids; expected a tensor; "
-                "pass its items as keywords: model(**encoding)"
-            )
         raise PredictError(
-            f"input_ids: found {type(input_ids).__name__}; expected a tensor of token ids, as model.tokenizer(texts, "
-            'padding=True, return_tensors="pt") gives. Texts go to the methods of the task: predict, embed, answer.'
+            f"input_ids: found {type(input_ids).__name__}; expected a tensor of token ids: model(**model.tokenizer("
+            'texts, padding=True, return_tensors="pt")). Texts go to the methods of the task: predict, embed, answer.'
         )
     shape = tuple(input_ids.shape)
-    if input_ids.dim() != 2:
-        raise PredictError(f"input_ids has shape {shape}; expected (batch, seq)", shape=shape)
-    if shape[1] == 0:
-        raise PredictError(
-            f"input_ids has shape {shape}; expected at least one token in a row. A tokenizer.json that puts no "
-            "special tokens around texts (post_processor) gives none for an empty one; leave such texts out.",
-            shape=shape,
-        )
+    if len(shape) != 2 or not shape[1]:
+        raise PredictError(f"input_ids has shape {shape}; expected (batch, seq) with a token in each row", shape=shape)
 
 
 def beyond_tables(

@@ -19,6 +19,8 @@ Pooling: TypeAlias = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_me
 
 # The least divisor of a mean, as sentence-transformers has it: a row without tokens gives zeros, not NaN.
 _LEAST = 1e-9
+# Types of devices with reductions by segments.
+_SEGMENTED = ("cpu", "cuda")
 
 
 def pool_padded(
@@ -84,7 +86,11 @@ def pool_packed(
         elif name == "last_token":
             parts.append(values[(bounds[1:] - 1).clamp(min=0)])
         elif name == "max":
-            found = largest_of_texts(values, cu_seqlens) if _has_segments(values) else _over(values, "max", lengths)
+            found = (
+                largest_of_texts(values, cu_seqlens)
+                if values.device.type in _SEGMENTED
+                else _over(values, "max", lengths)
+            )
             parts.append(found.masked_fill((lengths == 0)[:, None], 0.0))
         else:
             weighted, length = values, lengths[:, None].to(values.dtype)
@@ -123,12 +129,8 @@ def over_texts(values: Tensor, layout: Layout, how: str) -> Tensor:
     return _over(values, how, layout.offsets.diff().long()).clamp(min=0.0)
 
 
-def _has_segments(values: Tensor) -> bool:
-    return values.device.type in ("cpu", "cuda")  # other devices have no reduction by segments
-
-
 def _over(values: Tensor, how: str, lengths: Tensor) -> Tensor:
-    if not _has_segments(values):
+    if values.device.type not in _SEGMENTED:
         return scattered(values, how, lengths)
     # Not checking spares a wait for the device; the lengths are our own.
     return torch.segment_reduce(values, how, lengths=lengths, axis=0, unsafe=True)

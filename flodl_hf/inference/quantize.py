@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flodl.errors import nearest
 from flodl_hf.errors import PredictError
-from flodl_hf.inference.search import SearchResults, as_vectors, search_blocks
+from flodl_hf.inference.search import SearchResults, as_vectors, check_numbers, search_blocks
 
 __all__ = ["binary_search", "byte_search", "quantize_embeddings", "ranges_of"]
 
@@ -146,11 +146,9 @@ def byte_search(
 
 
 def _check(function: str, queries: Tensor, size: int, unit: int, top_k: int, more: int) -> None:
-    wrong = [f"{name}={n}; expected 1 or more" for name, n in (("top_k", top_k), ("rescore_multiplier", more)) if n < 1]
-    if not 0 <= size - queries.shape[1] < unit:
-        wrong.append(f"queries of {queries.shape[1]} features and a corpus of {size}; expected as many")
-    if wrong:
-        raise PredictError(f"{function}: {'; '.join(wrong)}", problems=wrong)
+    fits = 0 <= size - queries.shape[1] < unit
+    faults = [] if fits else [f"queries of {queries.shape[1]} features and a corpus of {size}; expected as many"]
+    check_numbers(function, {"top_k": top_k, "rescore_multiplier": more}, *faults)
 
 
 def _signs(bits: Tensor, size: int) -> Tensor:

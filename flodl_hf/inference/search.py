@@ -102,9 +102,13 @@ def semantic_search(
         PredictError: vectors of different sizes, an unknown measure, or a number below 1.
     """
     queries, corpus = as_vectors(query_embeddings, "queries"), as_vectors(corpus_embeddings, "corpus")
-    _check(
-        queries, corpus, measure, {"top_k": top_k, "query_chunk_size": query_chunk_size, "corpus": corpus_chunk_size}
-    )
+    faults = []
+    if measure not in MEASURES:
+        faults.append(f"measure {measure!r}{nearest(str(measure), MEASURES)}; expected one of {', '.join(MEASURES)}")
+    if len(queries) and len(corpus) and queries.shape[1] != corpus.shape[1]:
+        faults.append(f"queries of {queries.shape[1]} features and a corpus of {corpus.shape[1]}; expected as many")
+    sizes = {"query_chunk_size": query_chunk_size, "corpus_chunk_size": corpus_chunk_size}
+    check_numbers("semantic_search", {"top_k": top_k, **sizes}, *faults)
     place = torch.device(device) if device is not None else corpus.device
     score = MEASURES[measure]
     return search_blocks(
@@ -149,14 +153,15 @@ def search_blocks(
     return SearchResults(torch.cat([scores for scores, _ in parts]), torch.cat([indices for _, indices in parts]))
 
 
-def _check(queries: Tensor, corpus: Tensor, measure: str, numbers: dict[str, int]) -> None:
-    wrong = [f"{name}={value}; expected 1 or more" for name, value in numbers.items() if value < 1]
-    if measure not in MEASURES:
-        wrong.append(f"measure {measure!r}{nearest(str(measure), MEASURES)}; expected one of {', '.join(MEASURES)}")
-    if len(queries) and len(corpus) and queries.shape[1] != corpus.shape[1]:
-        wrong.append(f"queries of {queries.shape[1]} features and a corpus of {corpus.shape[1]}; expected as many")
+def check_numbers(function: str, numbers: dict[str, int], *faults: str) -> None:
+    """Raise if a number is below 1, or with further faults.
+
+    Raises:
+        PredictError: with all of them.
+    """
+    wrong = [f"{name}={value}; expected 1 or more" for name, value in numbers.items() if value < 1] + list(faults)
     if wrong:
-        raise PredictError(f"semantic_search: {'; '.join(wrong)}", problems=wrong)
+        raise PredictError(f"{function}: {'; '.join(wrong)}", problems=wrong)
 
 
 def _best(scores: Tensor, indices: Tensor, most: int) -> tuple[Tensor, Tensor]:
