@@ -123,7 +123,10 @@ def embed_chunks(
     truncate_dim = recipe.kept(truncate_dim) if recipe else truncate_dim
 
     def encode(items: list[tuple[str, Any]]) -> Encoded:
-        read = [before + (_lowered(text) if lower else text) for text, _ in items]
+        read = [text for text, _ in items]
+        if lower:  # each sign in its place
+            read = ["".join(s if len(s := sign.lower()) == 1 else sign for sign in text) for text in read]
+        read = [before + text for text in read]
         groups = tokenizer.encode_rows(read, max_tokens=limit, stride=shared)
         owners = [owner for owner, group in enumerate(groups) for _ in group]
         rows = [row for group in groups for row in group]
@@ -181,11 +184,6 @@ def _wanted(texts: Sequence[str], spans: Any, chunks: str | int) -> list[list[Sp
     if wrong:
         raise PredictError(f"embed_chunks: spans outside of their text: {', '.join(wrong[:5])}", problems=wrong)
     return list(found)
-
-
-def _lowered(text: str) -> str:
-    """Return a text in small letters, each sign in its place."""
-    return "".join(small if len(small := sign.lower()) == 1 else sign for sign in text)
 
 
 def _one_pass(group: Sequence[tuple[Any, Tensor]], before: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from flodl_hf.inference.classes import (
     entailment_id,
     score_function,
 )
-from flodl_hf.inference.inputs import Encoded, Text, as_text_list, encode, prompted, refuse_two_texts, split_pairs
+from flodl_hf.inference.inputs import Encoded, Text, as_text_list, encode, prompted, split_pairs
 from flodl_hf.inference.options import RunKeywords
 from flodl_hf.inference.pipeline import Session
 from flodl_hf.inference.results import Labels, Ranking
@@ -120,8 +120,12 @@ class SequenceClassifier(ScoringModel):
                 f"predict: max_length={shown(max_length, 60)}; expected an integer from 3, or None",
                 max_length=max_length,
             )
-        if isinstance(texts, tuple):
-            refuse_two_texts(texts, "predict")
+        if isinstance(texts, tuple) and len(texts) == 2 and all(isinstance(part, str) for part in texts):
+            raise PredictError(
+                "predict: a tuple of two texts may be one pair or two texts; write predict([(a, b)]) for one pair of "
+                "texts that belong together, predict([a, b]) for two texts",
+                found=texts,
+            )
         texts = as_text_list(texts, "predict", mapping=True)
 
         between: Mapping[str, float] | None = None

@@ -60,7 +60,7 @@ class EvaluationResult:
         lines = [f"{self.task}, {self.examples:,} examples, {self.seconds:.1f} s"]
         lines += [f"{name:<{width}}{value:.4f}" for name, value in self.metrics.items() if "/" not in name]
         if self.per_label:
-            table = [("label", *COLUMNS)]
+            table: list[tuple[str, ...]] = [("label", *COLUMNS)]
             for name, row in self.per_label.items():
                 table.append((name, *(f"{row[column]:.4f}" for column in COLUMNS[:-1]), f"{int(row['support']):,}"))
             lines += ["", *_aligned(table)]

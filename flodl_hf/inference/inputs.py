@@ -87,20 +87,6 @@ def prompted(prompt: str, texts: Any, *, lower: bool = False) -> Any:
     return [text.lower() if isinstance(text, str) else text for text in found] if lower else found
 
 
-def refuse_two_texts(items: Any, method: str) -> None:
-    """Raise on a tuple of two texts, which may be a pair or a list of two.
-
-    Raises:
-        PredictError: with both spellings.
-    """
-    if isinstance(items, tuple) and len(items) == 2 and all(isinstance(part, str) for part in items):
-        raise PredictError(
-            f"{method}: a tuple of two texts may be one pair or two texts; write {method}([(a, b)]) for one pair of "
-            f"texts that belong together, {method}([a, b]) for two texts",
-            found=items,
-        )
-
-
 def plain_pairs(items: Sequence[Any]) -> bool:
     """Return whether all items are tuples of two strings; checked without a Python loop."""
     if set(map(type, items)) != {tuple} or set(map(len, items)) != {2}:
