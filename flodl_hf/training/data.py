@@ -164,12 +164,6 @@ def _written(cell: Any, own: Sequence[str], wanted: Sequence[str]) -> Any:
     return wanted.index(name) if name in wanted else name
 
 
-def _are_numbered(known: set[Any]) -> bool:
-    """Return whether labels are -1, 0, 1 and perhaps further integers."""
-    whole = all(isinstance(cell, (int, float)) and cell == int(cell) for cell in known)
-    return whole and min(known) == UNLABELLED and known >= {0, 1}
-
-
 def list_multilabel_columns(tables: Tables, options: Options) -> tuple[Tables, Options]:
     """Return tables with one column of lists for several label columns, and options with their names.
 
@@ -269,7 +263,10 @@ class Tables:
         cells = {name: as_numbers([row.get(column) for row in rows]) for name, rows in tables.items()}
         known = {cell for part in cells.values() for cell in part if not isinstance(cell, (list, tuple, dict))}
         is_declared = any(column in rows.classes for rows in tables.values())
-        if UNLABELLED not in known or not (is_declared or _are_numbered(known)):
+        # -1, 0, 1 and perhaps further integers
+        whole = all(isinstance(cell, (int, float)) and cell == int(cell) for cell in known)
+        is_numbered = whole and known >= {0, 1} and min(known) == UNLABELLED
+        if UNLABELLED not in known or not (is_declared or is_numbered):
             return
         counts = []
         for name, rows in tables.items():
@@ -357,15 +354,13 @@ def read_tables(train: Any, held_out: Any, options: Options | None = None) -> Ta
 
 def is_several(source: Any) -> TypeGuard[Mapping[str, Any]]:
     """Return whether evaluation data are a mapping of names to sets, not of names to columns."""
-    if not isinstance(source, Mapping) or not source:
-        return False
-    return all(_is_table(value) for value in source.values())
 
+    def is_table(value: Any) -> bool:
+        is_rows = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+        is_file = isinstance(value, (str, os.PathLike, Mapping))
+        return is_rows or is_file or hasattr(value, "features") or hasattr(value, "columns")
 
-def _is_table(value: Any) -> bool:
-    if isinstance(value, (str, os.PathLike, Mapping)) or hasattr(value, "features") or hasattr(value, "columns"):
-        return True
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+    return isinstance(source, Mapping) and bool(source) and all(map(is_table, source.values()))
 
 
 def _held_out(rows: Table, share: float, seed: int) -> tuple[Table, Table]:

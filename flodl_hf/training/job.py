@@ -218,6 +218,8 @@ def plan_job(
     problems.add(_plan_faults(task, tables, before, own))
     if task is None or tables is None:
         problems.check()
+    assert task is not None
+    assert tables is not None
     if not problems.messages:
         tell(task_line(task, tables.train, before.task))
     # A model that would have to be fetched is not opened for further problems of a call that fails anyway.
@@ -237,6 +239,7 @@ def plan_job(
     if problems.messages and opened is model and options.adapter is not None:
         opened.remove_adapter()
     problems.check()
+    assert opened is not None
     timing.mark("load")
     tokenizer, limits = opened.tokenizer, row_limits(task, opened, options)
     prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}

@@ -370,9 +370,9 @@ def checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
     if value is None:
         expected = "a value"
     elif hint in (Sequence[str], Sequence[str] | None, bool | Sequence[str]) and not isinstance(value, bool):
-        parts = (value,) if isinstance(value, str) else value
-        if isinstance(parts, Sequence) and all(isinstance(part, (str, int)) for part in parts):
-            value = tuple(map(str, parts))
+        texts = (value,) if isinstance(value, str) else value
+        if isinstance(texts, Sequence) and all(isinstance(text, (str, int)) for text in texts):
+            value = tuple(map(str, texts))
         else:
             expected = "a list of texts"
     elif hint in (Mapping[str, str] | None, Mapping[str, Any] | None):
@@ -388,7 +388,8 @@ def checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
         expected = "a text"
     if expected:
         raise ValueError(f"found {'nothing' if value is None else repr(value)}; expected {expected}")
-    strange = [part for part in value if part not in checks["each"]] if "each" in checks else []
+    parts: Any = value if "each" in checks else ()
+    strange = [part for part in parts if part not in checks["each"]]
     if strange:
         raise ValueError(f"found {', '.join(map(repr, strange))}; expected some of {', '.join(checks['each'])}")
     among = checks.get("among")

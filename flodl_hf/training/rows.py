@@ -106,7 +106,9 @@ def choose_shapes(
     totals = [int(lengths[part].sum()) for _, part in passes]
     counts = [len(part) * texts_per_row for _, part in passes]
     most = _most(passes, accumulate, ranks)
-    sizes = _sizes(np.maximum(totals, LEAST_TOKENS), most, ENOUGH, TOKENS, _worth(lengths))
+    # The least share of all tokens that a shape has to save of filling.
+    worth = RECORDING / (RUN * max(1, int(lengths.sum())))
+    sizes = _sizes(np.maximum(totals, LEAST_TOKENS), most, ENOUGH, TOKENS, worth)
     slots: list[list[int]] = [[] for _ in sizes]
     for total, count, at in zip(totals, counts, np.searchsorted(sizes, totals).tolist(), strict=True):
         if 2 * total >= sizes[0]:
@@ -136,7 +138,8 @@ def choose_widths(
     """
     passes = _passes(batches, micro_batch_size)
     widths = [int(longest[part].max()) for _, part in passes]
-    found = _sizes(np.asarray(widths), _most(passes, accumulate), ENOUGH, WIDTHS, _worth(lengths))
+    worth = RECORDING / (RUN * max(1, int(lengths.sum())))
+    found = _sizes(np.asarray(widths), _most(passes, accumulate), ENOUGH, WIDTHS, worth)
     return tuple(min(width, int(longest.max())) for width in found)
 
 
@@ -160,11 +163,6 @@ def _passes(batches: Any, micro_batch_size: int | None = None, ranks: int = 1) -
         if whole >= MOST_SEEN:
             break
     return found
-
-
-def _worth(lengths: NDArray[Any]) -> float:
-    """Return the least share of all tokens that a shape has to save of filling."""
-    return RECORDING / (RUN * max(1, int(lengths.sum())))
 
 
 def _sizes(totals: NDArray[Any], most: int, enough: float, grain: int, worth: float = 0.0) -> list[int]:
@@ -431,7 +429,8 @@ class CollateRows:
             seeds = {SEEDS: row_seeds(position, position.indices)}
             taken = TakenRows(taken.columns, taken.lengths, {**taken.values, **seeds})
         make = {"padded": self._padded, "packed": _packed, "bucketed": self._filled}[self.layout]
-        return {name: _tensor(part) for name, part in make(taken).items()}
+        parts = make(taken).items()
+        return {name: torch.from_numpy(part) if isinstance(part, np.ndarray) else part for name, part in parts}
 
     def _padded(self, rows: TakenRows) -> dict[str, Any]:
         longest = int(rows.lengths.max())
@@ -476,10 +475,6 @@ class CollateRows:
 def _packed(rows: TakenRows) -> dict[str, Any]:
     offsets = np.concatenate([[0], np.cumsum(rows.lengths)]).astype(np.int32)
     return {**rows.columns, "cu_seqlens": offsets, **rows.values, "row_lengths": rows.lengths.tolist()}
-
-
-def _tensor(part: Any) -> Any:
-    return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
 
 
 def filled(parts: Mapping[str, NDArray[np.int64]], room: int) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ the tests.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,11 +86,12 @@ def _of_classes(predicted: Numbers, there: Numbers, names: Sequence[str]) -> Lab
 
 def _of_tags(predictions: Any, truth: Any, names: Sequence[str]) -> LabelTable:
     """Return the words by label, without B- and I-; precision and recall are of whole spans where tags mark spans."""
-    kinds = {_kind(tag) for tag in (*names, *(tag for tags in truth for tag in tags))}
+    kinds = {tag.split("-", 1)[-1] for tag in (*names, *(tag for tags in truth for tag in tags))}
     labels = sorted(kinds, key=lambda name: (name == "O", name))
     ids = {name: i for i, name in enumerate(labels)}
     said, there = (
-        np.asarray([ids[_kind(tag)] for tags in lines for tag in tags], np.int64) for lines in (predictions, truth)
+        np.asarray([ids[tag.split("-", 1)[-1]] for tags in lines for tag in tags], np.int64)
+        for lines in (predictions, truth)
     )
     words = _of_classes(said, there, labels)
     if "O" not in names or any(tag != "O" and tag[1:2] != "-" for tag in names):
@@ -97,10 +99,6 @@ def _of_tags(predictions: Any, truth: Any, names: Sequence[str]) -> LabelTable:
     spans = SpanF1()
     spans.update(*([conll_tags(tags, names) for tags in lines] for lines in (predictions, truth)))
     return LabelTable(labels, words.confusion, {kind: {**row} for kind, row in spans.per_type().items()})
-
-
-def _kind(tag: str) -> str:
-    return tag.split("-", 1)[-1]
 
 
 _BILOU = {"L-": "E-", "U-": "S-"}
@@ -232,7 +230,7 @@ def f1_at(scores: Numbers, truth: Numbers, thresholds: Any) -> Numbers:
 SPAN_ERRORS = ("right", "wrong_border", "wrong_label", "missed", "spurious")
 
 
-def span_errors(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> dict[str, dict[str, int]]:
+def span_errors(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> dict[str, Counter[str]]:
     """Count correct, wrong, missed and spurious spans of tagged sentences by label, the most frequent label first.
 
     Every true span is counted once, under its own label, with the best match: ``right``; ``wrong_label`` with equal
@@ -243,27 +241,22 @@ def span_errors(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str
         predicted: tags of each sentence.
         truth: tags of each sentence.
     """
-    counts: dict[str, dict[str, int]] = {}
-
-    def add(kind: str, label: str) -> None:
-        row = counts.setdefault(label, {})
-        row[kind] = row.get(kind, 0) + 1
-
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     for tags_found, tags in zip(predicted, truth, strict=True):
         there, guessed = spans_of(tags), spans_of(tags_found)
         used: set[tuple[str, int, int]] = set()
         for label, start, end in there:
             if (label, start, end) in guessed:
-                add("right", label)
+                counts[label]["right"] += 1
                 used.add((label, start, end))
                 continue
             same = [g for g in guessed if g[1:] == (start, end)]
             touching = [g for g in guessed if g[0] == label and g[1] < end and start < g[2] and g not in there]
-            add("wrong_label" if same else "wrong_border" if touching else "missed", label)
+            counts[label]["wrong_label" if same else "wrong_border" if touching else "missed"] += 1
             used.update(same or touching)
         for span in guessed:
             if span not in used:
-                add("spurious", span[0])
+                counts[span[0]]["spurious"] += 1
     return dict(sorted(counts.items(), key=lambda item: (-sum(item[1].values()), item[0])))
 
 

@@ -11,7 +11,6 @@ import base64
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -48,13 +47,14 @@ def report_page(title: str, job: Job, result: FinetuneResult, predictions: EvalP
         result: the result of the run.
         predictions: predictions for the evaluation data; None without an evaluation.
     """
-    style, title = _style(), escape(title)
+    style, title = files("flodl_hf.training.report").joinpath("style.css").read_text("utf-8"), escape(title)
+    cards = "".join(f"<li><b>{v:.4g}</b><span>{escape(name)}</span></li>" for name, v in result.metrics.items())
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     parts = [
         f"<h1>{title}</h1>",
         f'<p class="quiet">{escape(result.task.replace("_", " "))}; {len(result.losses):,} steps, kept is step '
         f"{result.best_step:,}</p>",
-        _figures(result.metrics),
+        f'<ul class="figures">{cards}</ul>' if cards else "<p>There was no evaluation data.</p>",
         _section("Training", [_losses(result), *_evaluations(result)]),
     ]
     if predictions is not None and len(predictions.predictions):
@@ -78,11 +78,6 @@ def report_page(title: str, job: Job, result: FinetuneResult, predictions: EvalP
     )
 
 
-@cache
-def _style() -> str:
-    return files("flodl_hf.training.report").joinpath("style.css").read_text("utf-8")
-
-
 def _section(title: str, charts: Sequence[str]) -> str:
     shown = [chart for chart in charts if chart]
     return f'<h2>{escape(title)}</h2><div class="charts">{"".join(shown)}</div>' if shown else ""
@@ -94,11 +89,6 @@ def _figure(title: str, picture: str, caption: str = "", table: str = "") -> str
     said = f"<figcaption>{caption}</figcaption>" if caption else ""
     more = f"<details><summary>as a table</summary><div class=scroll>{table}</div></details>" if table else ""
     return f"<figure><h3>{escape(title)}</h3>{picture}{said}{more}</figure>"
-
-
-def _figures(metrics: Mapping[str, float]) -> str:
-    cards = "".join(f"<li><b>{value:.4g}</b><span>{escape(name)}</span></li>" for name, value in metrics.items())
-    return f'<ul class="figures">{cards}</ul>' if cards else "<p>There was no evaluation data.</p>"
 
 
 def _share(value: float) -> str:
