@@ -18,7 +18,7 @@ from flodl_hf.nn.attention import SelfAttention
 from flodl_hf.nn.backends.cuda import CudaTable, norm_kind
 from flodl_hf.nn.backends.cuda_float32 import WIDEST_SPLIT, SplitTable
 from flodl_hf.nn.backends.cuda_training import TrainingTable
-from flodl_hf.nn.backends.self_tests import SPLIT_BOUND, LayerSizes, Turns, prediction, split_prediction, training
+from flodl_hf.nn.backends.self_tests import SPLIT_BOUND, LayerSizes, Turns, prediction, training
 from flodl_hf.nn.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.encoder import FirstToken
 from flodl_hf.nn.kernels.self_test import trusted
@@ -68,8 +68,7 @@ def splits(device: torch.device, sizes: Iterable[LayerSizes], *, rehearse: bool 
         return False
     kind = "float32 products in parts"
     return all(
-        trusted(kind, device, torch.float32, each, split_prediction, rehearse=rehearse, bound=SPLIT_BOUND)
-        for each in asked
+        trusted(kind, device, torch.float32, each, prediction, rehearse=rehearse, bound=SPLIT_BOUND) for each in asked
     )
 
 

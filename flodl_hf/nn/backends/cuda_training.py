@@ -45,7 +45,6 @@ class _Branch(NamedTuple):
 
     states: Tensor
     linear: nn.Linear
-    halves: tuple[Tensor, Tensor | None]
     dropout: nn.Dropout
     stream: int
 
@@ -59,7 +58,7 @@ class _Carried:
         states: the last returned states, float32.
         half: their copy in half precision; None if there is none.
         version: how often the states had been written to then.
-        halves: weights of the layer that is running, in half precision.
+        halves: copies in half precision of the layer's tensors, by ``id``; "joined" is one of query, key and value.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,6 +78,10 @@ class _Carried:
         if self.half is not None and self.holds(states):
             return self.half
         return states.to(dtype).reshape(-1, states.shape[-1])
+
+    def weights(self, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        """Return a projection's weight and bias in half precision."""
+        return self.halves[id(linear.weight)], None if linear.bias is None else self.halves[id(linear.bias)]
 
     def keep(self, states: Tensor, half: Tensor | None) -> None:
         """Store the returned states, and their copy if there is one."""
@@ -167,66 +170,57 @@ class TrainingTable(Table):
             and attention.query.weight.dtype == torch.float32
         )
 
-    def _halved(self, layer: Layer) -> dict[str, Any]:
-        """Return copies in half precision of a layer's weights, in one piece of memory made by one launch."""
+    def _halved(self, layer: Layer) -> dict[Any, Any]:
+        """Return copies in half precision of a layer's tensors, in one piece of memory made by one launch."""
         attention: Any = layer.attention
-        feed_forward: Any = layer.feed_forward
+        linears: list[Any] = layer_linears(layer)
         # Query, key and value come first, so that one piece of the memory is the weight of their joined product.
-        asked = () if type(attention) is DisentangledAttention else (attention.query, attention.key, attention.value)
-        others = [p for p in (attention.output, feed_forward.gate, feed_forward.up, feed_forward.down) if p is not None]
+        asked = [] if type(attention) is DisentangledAttention else linears[:3]
         tensors = [p.weight for p in asked] + [p.bias for p in asked if p.bias is not None]
         begins = sum(t.numel() for t in tensors)
-        for part in others:
-            tensors += [part.weight] if part.bias is None else [part.weight, part.bias]
-        adapted = [p for p in layer_linears(layer) if type(p) is AdaptedLinear]
-        tensors += [tensor for part in adapted for tensor in (part.lora.down, part.lora.up)]
-        room = _in_one_piece([t.detach().contiguous() for t in tensors], self.dtype)
+        tensors += [t for p in linears[3:] for t in (p.weight, p.bias) if t is not None]
+        tensors += [t for p in linears if type(p) is AdaptedLinear for t in (p.lora.down, p.lora.up)]
+        given = [t.detach().contiguous() for t in tensors]
+        if given[0].is_cuda:
+            from flodl_hf.nn.kernels.copies import copied
+
+            room = copied(given, self.dtype)
+        else:
+            room = torch.cat([t.view(-1).to(self.dtype) for t in given])
         pieces = room.split([t.numel() for t in tensors])
-        copies = [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
-        found: dict[Any, Any] = {}
+        found: dict[Any, Any] = {id(t): piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)}
         if asked:
             weights = sum(p.weight.numel() for p in asked)
-            width = asked[0].in_features
             bias = None if asked[0].bias is None else room[weights:begins]
-            found["joined"] = (room[:weights].view(-1, width), bias)
-        rest = iter(copies[len(asked) + sum(p.bias is not None for p in asked) :])
-        for part in others:
-            found[id(part)] = (next(rest), None if part.bias is None else next(rest))
-        for part in adapted:
-            found["lora", id(part)] = (next(rest), next(rest))
+            found["joined"] = (room[:weights].view(-1, asked[0].in_features), bias)
         return found
-
-    def _carried(self, layout: Layout) -> _Carried:
-        return layout.memo["carried"]
 
     # ---- operations ----------------------------------------------------------------------------------
 
     def attend(self, layer: Layer, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any], first: bool) -> _Branch:
         """Return mixed values, before their output projection."""
         attention: Any = layer.attention
-        carried = self._carried(layout)
+        carried = layout.memo["carried"]
         half = carried.half_of(hidden, self.dtype)
-        stream = carried.depth * STREAMS
-        kind = hidden.device.type
         if type(attention) is DisentangledAttention:
             mixed = attention._joined(half.view(hidden.shape), layout, **kwargs)
         else:
             # In float32, as autocast has them; so before it is left.
             rotary = attention.rotary if isinstance(layout, Packed) else None
             angles = None if rotary is None else rotary.angles(half, layout)
-            with torch.autocast(kind, enabled=False):
+            with torch.autocast(hidden.device.type, enabled=False):
                 mixed = self._mixed(attention, half, hidden, layout, kwargs, angles)
         return _Branch(
-            mixed.reshape(-1, hidden.shape[-1]), attention.output, carried.halves[id(attention.output)],
-            attention.dropout, stream + AFTER_ATTENTION,
+            mixed.reshape(-1, hidden.shape[-1]), attention.output, attention.dropout,
+            carried.depth * STREAMS + AFTER_ATTENTION,
         )  # fmt: skip
 
     def _mixed(
         self, attention: Any, half: Tensor, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any], angles: Any
     ) -> Tensor:
-        from flodl_hf.nn.kernels.operations import mixed, projected
+        from flodl_hf.nn.kernels.operations import mixed, projected, turned
 
-        carried = self._carried(layout)
+        carried = layout.memo["carried"]
         parts = (attention.query, attention.key, attention.value)
         weight, bias = carried.halves["joined"]
         biases: list[Tensor] = [] if bias is None else [part.bias for part in parts]
@@ -237,8 +231,6 @@ class TrainingTable(Table):
             qkv = torch.cat(_adapted(pieces, half, parts, carried), -1)
         p = attention.attention_dropout if attention.training else 0.0
         if angles is not None:
-            from flodl_hf.nn.kernels.operations import turned
-
             rotary = attention.rotary
             heads = attention.num_heads + attention.kv_heads * (1 + rotary.values)
             qkv = turned(
@@ -261,38 +253,35 @@ class TrainingTable(Table):
 
         feed_forward: Any = layer.feed_forward
         assert type(feed_forward) is FeedForward
-        carried = self._carried(layout)
+        carried = layout.memo["carried"]
         with torch.autocast(hidden.device.type, enabled=False):
             half = carried.half_of(hidden, self.dtype)
             up = feed_forward.up
-            weight, bias = carried.halves[id(up)]
             if feed_forward.gate is None:
-                (x,) = _adapted([projected(half, weight, bias, [up.weight], [])], half, [up], carried)
+                (x,) = _adapted([projected(half, *carried.weights(up), [up.weight], [])], half, [up], carried)
                 wide = activated(x, up.bias, tanh=GELUS[feed_forward.activation.name])
             else:
                 gate = feed_forward.gate
-                open_weight, open_bias = carried.halves[id(gate)]
-                opened = projected(half, open_weight, open_bias, [gate.weight], _listed(gate.bias))
-                raised = projected(half, weight, bias, [up.weight], _listed(up.bias))
-                opened, raised = _adapted([opened, raised], half, [gate, up], carried)
+                both = (gate, up)
+                products = [projected(half, *carried.weights(p), [p.weight], _listed(p.bias)) for p in both]
+                opened, raised = _adapted(products, half, both, carried)
                 wide = feed_forward.activation(opened) * raised
             wide = feed_forward.dropped(wide)
         return _Branch(
-            wide, feed_forward.down, carried.halves[id(feed_forward.down)], feed_forward.dropout,
-            carried.depth * STREAMS + AFTER_FEED_FORWARD,
+            wide, feed_forward.down, feed_forward.dropout, carried.depth * STREAMS + AFTER_FEED_FORWARD
         )  # fmt: skip
 
     def add(self, layer: Layer, branch: _Branch, residual: Tensor, layout: Layout) -> Tensor:
         """Return ``residual`` plus the branch, float32."""
         from flodl_hf.nn.kernels.operations import projected
 
+        carried, linear = layout.memo["carried"], branch.linear
         with torch.autocast(residual.device.type, enabled=False):
-            linear = branch.linear
-            x = projected(branch.states, *branch.halves, [linear.weight], _listed(linear.bias))
-            (x,) = _adapted([x], branch.states, [linear], self._carried(layout))
+            x = projected(branch.states, *carried.weights(linear), [linear.weight], _listed(linear.bias))
+            (x,) = _adapted([x], branch.states, [linear], carried)
             p = branch.dropout.p if branch.dropout.training else 0.0
             total = residual + F.dropout(x, p, p > 0).view(residual.shape)
-        self._carried(layout).keep(total, None)
+        carried.keep(total, None)
         return total
 
     def norm(self, norm: nn.Module, hidden: Tensor, layout: Layout) -> Tensor:
@@ -312,10 +301,10 @@ class TrainingTable(Table):
         kind = norm_kind(norm)
         assert kind is not None
         weight, bias, eps, center = kind
-        carried, width = self._carried(layout), residual.shape[-1]
+        carried, width = layout.memo["carried"], residual.shape[-1]
         linear, dropout, pre = branch.linear, branch.dropout, layer.order == "pre"
         with torch.autocast(residual.device.type, enabled=False):
-            x = projected(branch.states, *branch.halves, [linear.weight], [])
+            x = projected(branch.states, *carried.weights(linear), [linear.weight], [])
             (x,) = _adapted([x], branch.states, [linear], carried)
             states, half = added_and_normed(
                 x, residual.reshape(-1, width).float(), weight, bias, linear.bias, carried.seed, eps=eps,
@@ -326,15 +315,6 @@ class TrainingTable(Table):
             return states, half.view(residual.shape)
         carried.keep(states, half)
         return states, states
-
-
-def _in_one_piece(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return all numbers of contiguous tensors, one tensor after another, in another dtype."""
-    if not tensors[0].is_cuda:
-        return torch.cat([t.view(-1).to(dtype) for t in tensors])
-    from flodl_hf.nn.kernels.copies import copied
-
-    return copied(tensors, dtype)
 
 
 def _adapted(
@@ -350,7 +330,8 @@ def _adapted(
         part = linear.lora
         if id(part.down) not in dropped:
             dropped[id(part.down)] = F.dropout(states, part.dropped) if part.dropped else states
-        found.append(beside(x, dropped[id(part.down)], part, *carried.halves["lora", id(linear)]))
+        halves = (carried.halves[id(tensor)] for tensor in (part.down, part.up))
+        found.append(beside(x, dropped[id(part.down)], part, *halves))
     return found
 
 

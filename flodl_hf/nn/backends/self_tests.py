@@ -96,31 +96,22 @@ def small_layer(
 
 
 def prediction(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> tuple[float, str]:
-    """Compare a layer by `CudaTable` with the same layer by torch in float32."""
+    """Compare a layer by the table of a dtype with the same layer by torch.
 
+    Half precision by `CudaTable` is compared with float32, and float32 by `SplitTable` with float64.
+    """
     layer, states, layout, real = small_layer(device, sizes)
     given: dict[str, Any] = {"bias": SlopedBias(sizes.heads)(states, layout())} if sizes.distances else {}
+    split = dtype == torch.float32
+    table = SplitTable(fewest=1) if split else CudaTable(kernels=True, distances=sizes.distances)
+    exact = torch.float64 if split else torch.float32
     with torch.no_grad():
-        right = layer(states, layout=layout(), **given)[:real]
+        right = deepcopy(layer).to(exact)(states.to(exact), layout=layout(), **given)[:real]
         layer = layer.to(dtype).eval()
-        table = CudaTable(kernels=True, distances=sizes.distances)
         table.join(layer)
         layer.table = table
         found = layer(states.to(dtype), layout=layout(), **given)[:real]
     return _distance(found, right), "a layer's result"
-
-
-def split_prediction(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> tuple[float, str]:
-    """Compare a layer by `SplitTable` with the same layer by torch in float64."""
-    layer, states, layout, real = small_layer(device, sizes)
-    with torch.no_grad():
-        right = deepcopy(layer).double()(states.double(), layout=layout())[:real]
-        table = SplitTable(fewest=1)
-        layer.eval()
-        table.join(layer)
-        layer.table = table
-        found = layer(states, layout=layout())[:real]
-    return float((found.double() - right).norm() / right.norm()), "a layer's result"
 
 
 def training(device: torch.device, dtype: torch.dtype, sizes: LayerSizes) -> tuple[float, str]:
@@ -184,7 +175,8 @@ def buckets(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) ->
 
 
 def _distance(result: Tensor, right: Tensor) -> float:
-    return float((result.detach().float() - right.detach()).norm() / right.detach().norm().clamp(min=1e-6))
+    result, right = result.detach().to(right.dtype), right.detach()
+    return float((result - right).norm() / right.norm().clamp(min=1e-6))
 
 
 def multiply(device: torch.device, dtype: torch.dtype, tokens: int, sizes: LayerSizes) -> None:

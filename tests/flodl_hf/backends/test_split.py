@@ -43,7 +43,7 @@ LAYERS = {
 @runs
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_as_near_to_float64_as_products_of_float32_are(name: str) -> None:
-    distance, _ = self_tests.split_prediction(DEVICE, torch.float32, LAYERS[name])
+    distance, _ = self_tests.prediction(DEVICE, torch.float32, LAYERS[name])
     assert distance < SPLIT_BOUND / 2
 
 
