@@ -31,7 +31,7 @@ from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.keywords import CONFIG, accept_keywords
 from flodl_hf.families import match_config, model_types, named, row_of
 from flodl_hf.families.schema import Family
-from flodl_hf.families.schema.config_rows import REQUIRED, Triage, boolean, one_of, read_rows, refuse
+from flodl_hf.families.schema.config_rows import REQUIRED, boolean, one_of, read_rows, refuse, triage
 from flodl_hf.families.schema.config_rows import Row as Row
 from flodl_hf.families.schema.shared_keys import COMMON_IGNORED_KEYS, FOREIGN
 
@@ -151,8 +151,10 @@ class ModelConfig:
         labels = label_names(source, problems, notes, overruled)
         thresholds, activation = thresholds_of(source.get(LABEL_THRESHOLDS), labels, notes), stored_activation(source)
         ignored = (*family.ignored_keys, *COMMON_IGNORED_KEYS)
-        triage = Triage((*family.rows, *_SHARED_ROWS), ignored, FOREIGN, row_of, _LABEL_KEYS, overruled)
-        notes += triage(source, fields, problems, ignore_config_keys, strict=strict_config)
+        notes += triage(
+            source, fields, problems, rows=(*family.rows, *_SHARED_ROWS), ignored_keys=ignored, foreign=FOREIGN,
+            elsewhere=row_of, read=(*_LABEL_KEYS, *ignore_config_keys), overruled=overruled, strict=strict_config,
+        )  # fmt: skip
         notes += [f"{said}; it is ignored, as by transformers" for said in overruled or ()]
         notes += [f"{key}: absent, taken as {value}, as by transformers" for key, value in left_out.items()]
         if not problems:

@@ -12,18 +12,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from flodl.errors import ConfigError, capped, nearest, shown
 from flodl_hf.nn.layers import ACTIVATIONS
 
-
-class _Required:
-    def __repr__(self) -> str:
-        return "required"
-
-
-REQUIRED = _Required()
+REQUIRED: Any = object()
+"""The default of a row whose key has to be in the file."""
 
 
 @dataclass(frozen=True)
@@ -228,10 +223,6 @@ def read_rows(
     return fields
 
 
-def _cut(key: str) -> str:
-    return key if len(key) <= 100 else key[:97] + "..."
-
-
 def _off(value: Any) -> bool:
     """Return whether a value is off: null, false, empty, or only empty values."""
     if isinstance(value, Mapping):
@@ -239,146 +230,130 @@ def _off(value: Any) -> bool:
     return value is None or value is False or value == "" or (isinstance(value, list) and all(map(_off, value)))
 
 
-@dataclass(frozen=True)
-class Triage:
-    """Decides on keys that no row reads: ignored with a note, or refused.
+class _Verdict(NamedTuple):
+    """What is reported of a key that no row reads: a note, or a fault; nothing if both are empty.
+
+    Attributes:
+        note: on a key without effect.
+        fault: why the file is refused.
+        ignored: replaces the fault where settings that transformers ignores are ignored.
+    """
+
+    note: str = ""
+    fault: str = ""
+    ignored: str = ""
+
+
+def triage(
+    source: Mapping[str, Any], fields: Mapping[str, Any], problems: list[str], *, rows: Sequence[Row],
+    ignored_keys: Sequence[IgnoredKey], foreign: Sequence[Foreign], elsewhere: Callable[[str], Row | None],
+    read: Sequence[str] = (), overruled: list[str] | None = None, strict: bool = False,
+) -> list[str]:  # fmt: skip
+    """Decide on keys that no row reads: add faults to ``problems``, and return notes on keys without effect.
+
+    Keys that begin with an underscore are ignored, and so are unknown keys that are switched off (null, false, or
+    an empty list, text or table).
 
     Args:
+        source: the file.
+        fields: the values read by the rows.
+        problems: receives the faults.
         rows: the family's rows and the shared ones.
         ignored_keys: keys without effect, first of the family, then common ones.
         foreign: keys of other architectures, which change the numbers.
         elsewhere: ``elsewhere(key)`` returns the row of another family that reads a key, or None.
-        shared: keys read by other means than rows.
+        read: keys read by other means than rows, and those that the caller ignores.
         overruled: receives a sentence for each setting that contradicts the family's own and that transformers ignores;
             None refuses such settings.
+        strict: also refuse keys that are unknown to every family.
     """
-
-    rows: Sequence[Row]
-    ignored_keys: Sequence[IgnoredKey]
-    foreign: Sequence[Foreign]
-    elsewhere: Callable[[str], Row | None]
-    shared: Sequence[str] = ()
-    overruled: list[str] | None = None
-
-    def __call__(
-        self,
-        source: Mapping[str, Any],
-        fields: Mapping[str, Any],
-        problems: list[str],
-        ignore: Sequence[str] = (),
-        *,
-        strict: bool = False,
-    ) -> list[str]:
-        """Refuse keys that would change results, by adding to ``problems``; return notes on keys without effect.
-
-        Keys that begin with an underscore are ignored, and so are unknown keys that are switched off (null, false, or
-        an empty list, text or table).
-
-        Args:
-            source: the file.
-            fields: the values read by the rows.
-            problems: receives the faults.
-            ignore: keys that the caller ignores.
-            strict: also refuse keys that are unknown to every family.
-        """
-        used = {key for row in self.rows for key in (row.key, *row.aliases)} | set(self.shared)
-        ignored = {entry.key: entry for entry in reversed(self.ignored_keys)}
-        foreign = {entry.key: entry for entry in self.foreign}
-        notes: list[str] = []
-        for key, value in source.items():
-            if key in used or key in ignore:
-                continue
-            entry = ignored.get(key)
-            if entry is not None:
-                self._ignore(entry, value, fields, problems, notes)
-                continue
-            if key.startswith("_") or _off(value):
-                continue
-            found = f"{_cut(key)}: found {shown(value, 60)}"
-            if key in foreign:
-                problems.append(
-                    f"{found}; expected it absent or off, for {foreign[key].what}. "
-                    "transformers without the code of the repository ignores it and gives other numbers than the model "
-                    "was trained with"
-                )
-            elif (row := self.elsewhere(key)) is not None:
-                self._elsewhere(row, key, value, fields, problems, notes)
-            elif meant := self._misspelt(key, source):
-                self._contradiction(
-                    f"{_cut(key)}: {shown(value, 60)}; {meant} is absent and takes its default",
-                    f"{found}, a setting that is not understood; expected one that is, did you mean {meant!r}? "
-                    "transformers ignores it and uses the default",
-                    problems,
-                )
-            elif strict or (isinstance(value, Mapping) and source.get("auto_map")):
-                # Code of the repository may read a table; without such code transformers ignores it.
-                hint = nearest(key, [*used, *ignored])
-                problems.append(f"{found}, a setting that is not understood; expected one that is{hint}")
-            else:
-                notes.append(f"{_cut(key)}: {shown(value, 60)} is not known to any family and changes nothing")
-        return notes
-
-    def _ignore(
-        self, entry: IgnoredKey, value: Any, fields: Mapping[str, Any], problems: list[str], notes: list[str]
-    ) -> None:
-        if entry.repeats is not None:
-            expected = _repeated(entry.repeats, fields)
-            if _off(value) or expected is None or value == expected:
-                return
-            if entry.noted:
-                notes.append(f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})")
-            elif entry.read:
-                problems.append(f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason})")
-            else:
-                self._contradiction(
-                    f"{entry.key}: {shown(value, 60)}; the sizes give {expected!r}",
-                    f"{entry.key}: found {shown(value, 60)}; expected {expected!r} ({entry.reason}); "
-                    "transformers ignores it",
-                    problems,
-                )
-        elif entry.only is not None and value not in entry.only and not (None in entry.only and _off(value)):
-            allowed = " or ".join(repr(v) for v in entry.only)
-            problems.append(
-                f"{entry.key}: found {shown(value, 60)}, which is not supported; expected {allowed} ({entry.reason})"
+    used = {key for row in rows for key in (row.key, *row.aliases)}
+    ignored = {entry.key: entry for entry in reversed(ignored_keys)}
+    others = {entry.key: entry for entry in foreign}
+    notes: list[str] = []
+    for key, value in source.items():
+        if key in used or key in read:
+            continue
+        name = key if len(key) <= 100 else key[:97] + "..."
+        found = f"{name}: found {shown(value, 60)}"
+        if key in ignored:
+            verdict = _without_effect(ignored[key], value, fields)
+        elif key.startswith("_") or _off(value):
+            continue
+        elif key in others:
+            verdict = _Verdict(
+                fault=f"{found}; expected it absent or off, for {others[key].what}. transformers without the code of "
+                "the repository ignores it and gives other numbers than the model was trained with"
             )
-        elif entry.noted and value is not None and value != entry.usual and not (entry.usual is False and _off(value)):
-            notes.append(f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})")
-
-    def _elsewhere(
-        self, row: Row, key: str, value: Any, fields: Mapping[str, Any], problems: list[str], notes: list[str]
-    ) -> None:
-        """Treat a key that another family reads and that transformers ignores in this one."""
-        own = next((mine.key for mine in self.rows if mine.field == row.field), None)
-        if row.field.endswith("dropout"):
-            notes.append(f"{key}: {shown(value, 60)} is a dropout of other families and changes nothing")
-            return
-        if own and row.field not in fields:  # wrong itself, and reported already
-            return
-        expected = fields[row.field] if own else _usual(row, fields)
-        try:
-            read = row.check.accepts(value)
-        except (ValueError, TypeError):
-            read = value
-        if read != expected:
-            wanted = f"{own}, which this family reads" if own else "it absent, for this family has none"
-            self._contradiction(
-                f"{key}: {shown(value, 60)}; {f'{own} is {expected!r}' if own else 'this family has none'}",
-                f"{key}: found {shown(value, 60)}, a setting of other families; expected {wanted}",
-                problems,
+        elif (row := elsewhere(key)) is not None:
+            verdict = _of_others(row, key, value, fields, rows)
+        elif meant := _misspelt(key, source, rows):
+            verdict = _Verdict(
+                ignored=f"{name}: {shown(value, 60)}; {meant} is absent and takes its default",
+                fault=f"{found}, a setting that is not understood; expected one that is, did you mean {meant!r}? "
+                "transformers ignores it and uses the default",
             )
-
-    def _contradiction(self, message: str, fault: str, problems: list[str]) -> None:
-        """Report a setting that is ignored, or refuse it where no rule ignores it."""
-        if self.overruled is None:
-            problems.append(fault)
+        elif strict or (isinstance(value, Mapping) and source.get("auto_map")):
+            # Code of the repository may read a table; without such code transformers ignores it.
+            hint = nearest(key, [*used, *read, *ignored])
+            verdict = _Verdict(fault=f"{found}, a setting that is not understood; expected one that is{hint}")
         else:
-            self.overruled.append(message)
+            verdict = _Verdict(note=f"{name}: {shown(value, 60)} is not known to any family and changes nothing")
+        if verdict.note:
+            notes.append(verdict.note)
+        elif verdict.ignored and overruled is not None:
+            overruled.append(verdict.ignored)
+        elif verdict.fault:
+            problems.append(verdict.fault)
+    return notes
 
-    def _misspelt(self, key: str, source: Mapping[str, Any]) -> str | None:
-        """Return the similar key that a row reads and that the file lacks; None without one."""
-        absent = [row.key for row in self.rows if not any(name in source for name in (row.key, *row.aliases))]
-        close = get_close_matches(key, absent, n=1, cutoff=0.88)
-        return close[0] if close else None
+
+def _without_effect(entry: IgnoredKey, value: Any, fields: Mapping[str, Any]) -> _Verdict:
+    """Return the verdict on a key that has no effect, for some values of it."""
+    found, note = f"{entry.key}: found {shown(value, 60)}", ""
+    if entry.noted:
+        note = f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})"
+    if entry.repeats is not None:
+        expected = _repeated(entry.repeats, fields)
+        if _off(value) or expected is None or value == expected:
+            return _Verdict()
+        fault = f"{found}; expected {expected!r} ({entry.reason})"
+        if entry.noted or entry.read:
+            return _Verdict(note, fault)
+        ignored = f"{entry.key}: {shown(value, 60)}; the sizes give {expected!r}"
+        return _Verdict(fault=f"{fault}; transformers ignores it", ignored=ignored)
+    if entry.only is not None and value not in entry.only and not (None in entry.only and _off(value)):
+        allowed = " or ".join(repr(v) for v in entry.only)
+        return _Verdict(fault=f"{found}, which is not supported; expected {allowed} ({entry.reason})")
+    usual = value is None or value == entry.usual or (entry.usual is False and _off(value))
+    return _Verdict() if usual else _Verdict(note)
+
+
+def _of_others(row: Row, key: str, value: Any, fields: Mapping[str, Any], rows: Sequence[Row]) -> _Verdict:
+    """Return the verdict on a key that another family reads and that transformers ignores in this one."""
+    own = next((mine.key for mine in rows if mine.field == row.field), None)
+    if row.field.endswith("dropout"):
+        return _Verdict(f"{key}: {shown(value, 60)} is a dropout of other families and changes nothing")
+    if own and row.field not in fields:  # wrong itself, and reported already
+        return _Verdict()
+    expected = fields[row.field] if own else _usual(row, fields)
+    try:
+        read = row.check.accepts(value)
+    except (ValueError, TypeError):
+        read = value
+    if read == expected:
+        return _Verdict()
+    wanted = f"{own}, which this family reads" if own else "it absent, for this family has none"
+    return _Verdict(
+        ignored=f"{key}: {shown(value, 60)}; {f'{own} is {expected!r}' if own else 'this family has none'}",
+        fault=f"{key}: found {shown(value, 60)}, a setting of other families; expected {wanted}",
+    )
+
+
+def _misspelt(key: str, source: Mapping[str, Any], rows: Sequence[Row]) -> str | None:
+    """Return the similar key that a row reads and that the file lacks; None without one."""
+    absent = [row.key for row in rows if not any(name in source for name in (row.key, *row.aliases))]
+    return next(iter(get_close_matches(key, absent, n=1, cutoff=0.88)), None)
 
 
 def refuse(problems: Sequence[str], source: str, model_type: str) -> ConfigError:

@@ -241,9 +241,6 @@ class Family:
         # A family contains functions, so its pickle contains only its name; the table of names imports this file.
         return import_module("flodl_hf.families")._pickled_by_name(self)
 
-    def __copy__(self) -> Family:
-        return self
-
     def __deepcopy__(self, memo: Any) -> Family:
         # A family is immutable and compared by identity.
         return self
