@@ -29,29 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "families", "register", "registered"]
 
 FILES = (
-    "bert",
-    "roberta",
-    "xlm_roberta",
-    "camembert",
-    "distilbert",
-    "albert",
-    "deberta_v2",
-    "deberta",
-    "electra",
-    "mpnet",
-    "modernbert",
-    "nomic_bert",
-    "gte",
-    "eurobert",
-    "jina_bert",
-    "jina_embeddings_v3",
-    "xlm_roberta_xl",
-    "roberta_prelayernorm",
-    "data2vec_text",
-    "esm",
-    "roformer",
-    "ernie",
-)
+    "bert", "roberta", "xlm_roberta", "camembert", "distilbert", "albert", "deberta_v2", "deberta", "electra", "mpnet",
+    "modernbert", "nomic_bert", "gte", "eurobert", "jina_bert", "jina_embeddings_v3", "xlm_roberta_xl",
+    "roberta_prelayernorm", "data2vec_text", "esm", "roformer", "ernie",
+)  # fmt: skip
 
 _INDEX = Path(__file__).with_name("index.json")
 _registered: dict[str, Family] = {}
@@ -144,13 +125,6 @@ def _travelled(model_type: str, config: type[Any]) -> Family:
         problems=["model_type"],
         known=known,
     )
-
-
-def _pickled_by_name(family: Family) -> tuple[Any, ...]:
-    """Return what ``Family.__reduce__`` returns: a function and the names from which it finds the family again."""
-    # Unpickling the class of the configuration imports the module of a family from outside, which registers the family.
-    _travelled(family.model_type, family.config)
-    return _travelled, (family.model_type, family.config)
 
 
 @cache

@@ -134,8 +134,8 @@ def products(hidden: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     The sums of one product and of several round differently, in the states' gradient at least. A projection that is
     more than a linear layer, or that has hooks, is called by itself.
     """
-    adapted = all(map(_adapted, linears))
-    if not adapted and not all(map(is_plain, linears)):
+    adapted = are_all(AdaptedLinear, linears)
+    if not adapted and not are_all(nn.Linear, linears):
         return tuple(linear(hidden) for linear in linears)
     weights: list[Any] = [linear.weight for linear in linears]
     biases: list[Any] = [linear.bias for linear in linears if linear.bias is not None]
@@ -153,8 +153,8 @@ def products_by_head(hidden: Tensor, num_heads: int, *linears: nn.Linear) -> tup
         num_heads: in how many groups the rows of the matrix alternate.
         *linears: the projections, with or without biases.
     """
-    adapted = all(map(_adapted, linears))
-    if not adapted and not all(map(is_plain, linears)):
+    adapted = are_all(AdaptedLinear, linears)
+    if not adapted and not are_all(nn.Linear, linears):
         return tuple(linear(hidden).unflatten(-1, (num_heads, -1)) for linear in linears)
     by_turns = partial(join, groups=num_heads)
     out = F.linear(hidden, by_turns([linear.weight for linear in linears]))
@@ -174,10 +174,6 @@ def joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
     ])  # fmt: skip
 
 
-def _adapted(linear: nn.Module) -> bool:
-    return type(linear) is AdaptedLinear and not hooked(linear)
-
-
-def is_plain(linear: nn.Module) -> bool:
-    """Return whether a module is a linear layer without hooks, so that its product may be joined with others."""
-    return type(linear) is nn.Linear and not hooked(linear)
+def are_all(kind: type[nn.Module], modules: Iterable[nn.Module]) -> bool:
+    """Return whether modules are of one class and have no hooks, so that their products may be joined."""
+    return all(type(module) is kind and not hooked(module) for module in modules)

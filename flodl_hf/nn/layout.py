@@ -16,7 +16,7 @@ rotations, a half-precision copy of the states) are kept in its `memo`, and free
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -300,9 +300,12 @@ class Packed:
         shapes then follow from the layout alone.
         """
         if self.lengths:
-            for start, count, length in equal_runs(self.lengths):
+            start = 0
+            for length, run in groupby(self.lengths):
+                count = len(list(run))
                 part = slice(start, start + count * length)
                 yield None, tuple(x[part].view(count, length, *x.shape[1:]) for x in tensors)
+                start = part.stop
             return
         at, real = self.grid()
         # A slot without tokens keeps its first place, so that its weights have a sum; nothing reads it.
@@ -336,23 +339,20 @@ class Packed:
 Layout = Padded | Packed
 
 
-def equal_runs(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(first token, texts, tokens each)`` for every run of neighbouring texts of one length.
-
-    One attention call serves a run; sorting texts by length makes the runs long.
-    """
-    start = 0
-    for length, run in groupby(lengths):
-        count = len(list(run))
-        yield start, count, length
-        start += count * length
+# What a layout may have in addition to its offsets.
+_OPTIONAL = ("places", "opens", "ends")
 
 
-def _unflatten(tensors: list[Tensor], context: tuple[tuple[int, ...], int, bool, bool, int | None, bool]) -> Packed:
-    lengths, longest, has_places, has_opens, real, has_ends = context
+def _flatten(layout: Packed) -> tuple[list[Tensor], tuple[Any, ...]]:
+    given = tuple(name for name in _OPTIONAL if getattr(layout, name) is not None)
+    tensors = [layout.offsets, *(getattr(layout, name) for name in given)]
+    return tensors, (layout.lengths, layout.longest, layout.real, given)
+
+
+def _unflatten(tensors: Iterable[Tensor], context: tuple[Any, ...]) -> Packed:
+    lengths, longest, real, given = context
     offsets, *rest = tensors
-    places, opens, ends = (rest.pop(0) if there else None for there in (has_places, has_opens, has_ends))
-    return Packed(offsets, lengths, longest, places, opens, real, ends)
+    return Packed(offsets, tuple(lengths), longest, real=real, **dict(zip(given, rest, strict=True)))
 
 
 # Registered so that graphs which take a layout can be exported and traced: its tensors are leaves.
@@ -366,23 +366,12 @@ pytree.register_pytree_node(
 )
 pytree.register_pytree_node(
     Packed,
-    lambda layout: (
-        [layout.offsets, *(t for t in (layout.places, layout.opens, layout.ends) if t is not None)],
-        (
-            layout.lengths,
-            layout.longest,
-            layout.places is not None,
-            layout.opens is not None,
-            layout.real,
-            layout.ends is not None,
-        ),
-    ),
-    lambda children, context: _unflatten(list(children), context),
+    _flatten,
+    _unflatten,
     serialized_type_name="flodl_hf.Packed",
-    to_dumpable_context=lambda context: [list(context[0]), *context[1:]],
-    from_dumpable_context=lambda context: (tuple(context[0]), *context[1:]),
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
 )
-
 
 CHUNK_ROWS = 4096
 """Features with gradients computed together: scores of a whole vocabulary would need twice their memory."""

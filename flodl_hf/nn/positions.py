@@ -65,6 +65,8 @@ class Rotary(nn.Module):
         settings = settings or RotarySettings()
         self.width, self.theta = width, settings.theta or theta
         self.kind, self.factor = settings.kind, settings.factor
+        # The key of these angles among others of a call.
+        self.key: tuple[Any, ...] = ("rotary", width, self.theta, self.kind, self.factor)
 
     def angles(self, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for the places of ``hidden``, in its dtype.
@@ -74,18 +76,13 @@ class Rotary(nn.Module):
         # Mixed precision computes angles next to states of float32.
         mixed = torch.is_autocast_enabled(hidden.device.type)
         dtype = torch.float32 if mixed and hidden.dtype != torch.float64 else hidden.dtype
-        name = self.name()
-        if (*name, dtype) not in layout.memo:
+        if (*self.key, dtype) not in layout.memo:
             given = layout.memo.get("places")  # position_ids of the call
-            found = layout.memo.get(name) or self.compute(layout.positions(hidden) if given is None else given)
+            found = layout.memo.get(self.key) or self.compute(layout.positions(hidden) if given is None else given)
             if self.shares:
-                layout.memo[name] = found
-            layout.memo[*name, dtype] = tuple(x.to(dtype) for x in found)
-        return layout.memo[*name, dtype]
-
-    def name(self) -> tuple[Any, ...]:
-        """Return the key of these angles among others of the call."""
-        return "rotary", self.width, self.theta, self.kind, self.factor
+                layout.memo[self.key] = found
+            layout.memo[*self.key, dtype] = tuple(x.to(dtype) for x in found)
+        return layout.memo[*self.key, dtype]
 
     def compute(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for places, ``(...)``, in float32; shapes as of `angles`."""
@@ -167,6 +164,7 @@ class PairedRotary(StatedRotary):
     def __init__(self, width: int, places: int, *, values: bool = False, held: bool = False) -> None:
         super().__init__(width)
         self.places, self.values, self.shares = places, values, held
+        self.key = ("paired", width, places)
         self.table = sinusoids(places, width) if held else None
 
     def take(self, numbers: Tensor) -> None:
@@ -179,10 +177,6 @@ class PairedRotary(StatedRotary):
             raise ValueError(f"found shape {list(numbers.shape)}; expected {[self.places, self.width]}")
         self.table = numbers.detach().float().clone()
 
-    def name(self) -> tuple[Any, ...]:
-        """Return the key of these angles among others of the call."""
-        return "paired", self.width, self.places
-
     def compute(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for places, ``(...)``, in float32: ``(..., 1, H / 2)``, one for each pair."""
         table = sinusoids(self.places, self.width) if self.table is None else self.table
@@ -192,7 +186,7 @@ class PairedRotary(StatedRotary):
     def forward(self, states: Tensor, layout: Layout, num_heads: int) -> Tensor:
         """Return queries, keys or values ``(..., N*H)`` turned, in their dtype."""
         cos, sin = self.angles(states, layout)
-        key = (*self.name(), cos.dtype, "of each feature")
+        key = (*self.key, cos.dtype, "of each feature")
         if key not in layout.memo:
             layout.memo[key] = tuple(each.repeat_interleave(2, -1) for each in (cos, sin))
         cos, sin = layout.memo[key]
@@ -219,13 +213,15 @@ class DistanceBias:
 
     Args:
         values: ``values(distances)`` gives integers, key's place minus query's, the N biases of each.
+        whole: length and device of the longest text, to compute the biases of all texts now: a layer that is run again
+            must not find them made.
     """
 
-    def __init__(self, values: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, values: Callable[[Tensor], Tensor], whole: tuple[int, torch.device] | None = None) -> None:
         self._values = values
         self._made: dict[tuple[str, str, torch.dtype], Tensor] = {}
         self._along: dict[int, Tensor] = {}
-        self._whole: Tensor | None = None
+        self._whole = None if whole is None else self._among(*whole)
 
     def __call__(self, texts: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the biases of texts of one length, ``(texts, N, length, length)``."""
@@ -240,10 +236,6 @@ class DistanceBias:
     def _among(self, length: int, device: torch.device) -> Tensor:
         places = torch.arange(length, device=device)
         return self._values(places[None, :] - places[:, None]).permute(2, 0, 1)
-
-    def prepare(self, length: int, device: torch.device) -> None:
-        """Compute the biases of all texts up to a length now: a layer that is run again must not find them made."""
-        self._whole = self._among(length, device)
 
     def along(self, length: int, device: torch.device) -> Tensor:
         """Return the biases of the distances in texts up to a length, ``(N, 2*length - 1)``, float32."""
@@ -273,10 +265,8 @@ class RelativeBias(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout) -> DistanceBias:
         """Return what all layers of this call add."""
-        bias = DistanceBias(self._values)
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_exporting():
-            bias.prepare(layout.length(hidden), hidden.device)
-        return bias
+        learns = self.training and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        return DistanceBias(self._values, (layout.length(hidden), hidden.device) if learns else None)
 
     def _values(self, distances: Tensor) -> Tensor:
         half = self.buckets // 2

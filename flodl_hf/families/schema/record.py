@@ -239,7 +239,10 @@ class Family:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A family contains functions, so its pickle contains only its name; the table of names imports this file.
-        return import_module("flodl_hf.families")._pickled_by_name(self)
+        # Unpickling the configuration's class imports the module of a family from outside, which registers the family.
+        found, names = import_module("flodl_hf.families")._travelled, (self.model_type, self.config)
+        found(*names)  # raises here rather than where the pickle is read
+        return found, names
 
     def __deepcopy__(self, memo: Any) -> Family:
         # A family is immutable and compared by identity.

@@ -25,7 +25,7 @@ from flodl_hf.nn.disentangled.scores import (
     query_scaled_scores,
     score_scale,
 )
-from flodl_hf.nn.joined_tensors import is_plain, joined_bias, products_by_head
+from flodl_hf.nn.joined_tensors import are_all, joined_bias, products_by_head
 from flodl_hf.nn.kernels.self_test import LEAST_CAPABILITY, trusted
 from flodl_hf.nn.layout import Layout, Packed
 
@@ -121,7 +121,7 @@ class DisentangledAttention(nn.Module):
         """Whether one product may stand for three: in half precision by kernel, where no bits are promised."""
         dtype, parts = self._computed(hidden), (self.query, self.key, self.value)
         half = dtype in (torch.float16, torch.bfloat16)
-        return half and self._way(hidden, dtype) == "kernel" and all(map(is_plain, parts))
+        return half and self._way(hidden, dtype) == "kernel" and are_all(nn.Linear, parts)
 
     def _computed(self, hidden: Tensor) -> torch.dtype:
         """Return the dtype that products of ``hidden`` have."""

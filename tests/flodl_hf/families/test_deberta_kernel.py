@@ -178,8 +178,8 @@ def test_joined_states_get_one_gradient(kind: str) -> None:
 @runs
 @pytest.mark.parametrize("name", ["log buckets", "every distance its own"])
 def test_one_kernel_for_short_texts_is_the_two_for_long_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for whole in (True, False):
-        monkeypatch.setattr(operator, "_whole", lambda _q, _longest, whole=whole: whole)
+    for keys in (128, 0):  # of a tile that covers each text, or none
+        monkeypatch.setitem(operator.TILES, "whole", (operator.TILES["whole"][0]._replace(keys=keys),) * 3)
         compare(name, "packed", torch.float16)
         compare(name, "holes", torch.float16)
 
