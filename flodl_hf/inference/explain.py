@@ -19,8 +19,7 @@ from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.nn.adapter_layers import folded
 from flodl_hf.nn.backends.choose import layers_of, prediction_sizes, splits
 from flodl_hf.nn.backends.cpu import plain_parts
-from flodl_hf.nn.backends.cuda import GATES, HEAD_WIDTHS, SHORT, CudaTable
-from flodl_hf.nn.backends.cuda_float32 import FEWEST
+from flodl_hf.nn.backends.cuda import FEWEST, GATES, HEAD_WIDTHS, SHORT, CudaTable
 from flodl_hf.nn.backends.cuda_training import TrainingTable
 from flodl_hf.nn.backends.self_tests import LayerSizes, prediction
 from flodl_hf.nn.kernels.self_test import trusted

@@ -150,6 +150,35 @@ class SelfAttention(nn.Module):
             kernel=kernel,
         )
 
+    def mixed_first(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, bias: Bias | None) -> Tensor:
+        """Return what `mixed` gives each text's first token, ``(texts, N*H)``, without positions; for inference.
+
+        Args:
+            query: of first tokens alone, ``(texts, N*H)``.
+            key: of all tokens; ``value`` alike.
+            layout: which tokens belong together.
+            bias: added to the scores; None for nothing.
+        """
+        parts: list[Tensor] = []
+        done = 0
+        for keep, (keys, values) in layout.rows(key, value):
+            texts, length = keys.shape[:2]
+            q = query[done : done + texts].view(texts, 1, self.num_heads, -1).transpose(1, 2)
+            k = keys.view(texts, length, self.kv_heads, -1).transpose(1, 2)
+            v = values.view(texts, length, self.kv_heads, -1).transpose(1, 2)
+            mask = None if keep is None else keep[:, None, None, :]
+            if self.window is not None and self.window < length - 1:
+                near = torch.arange(length, device=key.device) <= self.window
+                mask = near.expand(texts, 1, 1, length) if mask is None else mask & near
+            if bias is not None:
+                mask = _added(mask, bias(texts, length, q.dtype, q.device)[..., :1, :])
+            grouped = self.kv_heads != self.num_heads
+            parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped))
+            done += texts
+        if done < len(query):  # slots without tokens
+            parts.append(parts[0].new_zeros(len(query) - done, *parts[0].shape[1:]))
+        return torch.cat(parts).view(query.shape)
+
 
 def attend(
     query: Tensor,
@@ -229,48 +258,6 @@ def attend(
     return layout.by_rows(rows, query, key, value)
 
 
-def attend_first(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    *,
-    num_heads: int,
-    kv_heads: int,
-    window: int | None,
-    bias: Bias | None = None,
-) -> Tensor:
-    """Return what `attend` gives each text's first token, ``(texts, N*H)``; for inference.
-
-    Args:
-        query: of first tokens alone, ``(texts, N*H)``.
-        key: of all tokens; ``value`` alike.
-        layout: which tokens belong together.
-        num_heads: N.
-        kv_heads: heads of keys and values.
-        window: how many tokens to each side a token attends to; None for all.
-        bias: added to the scores; None for nothing.
-    """
-    parts: list[Tensor] = []
-    done = 0
-    for keep, (keys, values) in layout.rows(key, value):
-        texts, length = keys.shape[:2]
-        q = query[done : done + texts].view(texts, 1, num_heads, -1).transpose(1, 2)
-        k = keys.view(texts, length, kv_heads, -1).transpose(1, 2)
-        v = values.view(texts, length, kv_heads, -1).transpose(1, 2)
-        mask = None if keep is None else keep[:, None, None, :]
-        if window is not None and window < length - 1:
-            near = torch.arange(length, device=key.device) <= window
-            mask = near.expand(texts, 1, 1, length) if mask is None else mask & near
-        if bias is not None:
-            mask = _added(mask, bias(texts, length, q.dtype, q.device)[..., :1, :])
-        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads != num_heads))
-        done += texts
-    if done < len(query):  # slots without tokens
-        parts.append(parts[0].new_zeros(len(query) - done, *parts[0].shape[1:]))
-    return torch.cat(parts).view(query.shape)
-
-
 def _mask(keep: Tensor | None, window: int | None, q: Tensor) -> Tensor | None:
     """Return True where scores are kept, ``(B or 1, 1, S or 1, S)``; None where all are."""
     length = q.shape[2]
@@ -312,17 +299,9 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    dropout: float,
-    scale: float,
-    *,
-    divisor: float | None = None,
-    seen: Sequence[list[Tensor]] = (),
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, dropout: float, scale: float, *,
+    divisor: float | None = None, seen: Sequence[list[Tensor]] = (),
+) -> Tensor:  # fmt: skip
     if q.shape[1] != k.shape[1]:
         k, v = _repeated(q, k, v)
     scores = torch.matmul(q, k.transpose(2, 3))

@@ -115,6 +115,9 @@ class StatedRotary(Rotary):
     """Rotations with frequencies from a file; layers of the same width and base share the angles computed here.
 
     No change of a model's dtype rounds them.
+
+    Attributes:
+        stated: shape of what a file states: frequencies, ``(H / 2,)``.
     """
 
     shares = True
@@ -123,15 +126,16 @@ class StatedRotary(Rotary):
     def __init__(self, width: int, theta: float = 10_000.0, *, widened: bool = False) -> None:
         super().__init__(width, theta, widened=widened)
         self.register_buffer("table", None, persistent=False)
+        self.stated: tuple[int, ...] = (width // 2,)
 
     def take(self, numbers: Tensor) -> None:
-        """Store numbers as a file states them: frequencies, ``(H / 2,)``.
+        """Store numbers as a file states them, of the shape ``stated``.
 
         Raises:
-            ValueError: they are not as many as a head has pairs.
+            ValueError: they have another shape.
         """
-        if numbers.shape != (self.width // 2,):
-            raise ValueError(f"found shape {list(numbers.shape)}; expected [{self.width // 2}]")
+        if numbers.shape != self.stated:
+            raise ValueError(f"found shape {list(numbers.shape)}; expected {list(self.stated)}")
         self.table = numbers.detach().float().clone()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -164,18 +168,8 @@ class PairedRotary(StatedRotary):
     def __init__(self, width: int, places: int, *, values: bool = False, held: bool = False) -> None:
         super().__init__(width)
         self.places, self.values, self.shares = places, values, held
-        self.key = ("paired", width, places)
+        self.key, self.stated = ("paired", width, places), (places, width)
         self.table = sinusoids(places, width) if held else None
-
-    def take(self, numbers: Tensor) -> None:
-        """Store a table of numbers as a file states it, ``(places, H)``: sines of all pairs, then cosines.
-
-        Raises:
-            ValueError: it has another shape.
-        """
-        if numbers.shape != (self.places, self.width):
-            raise ValueError(f"found shape {list(numbers.shape)}; expected {[self.places, self.width]}")
-        self.table = numbers.detach().float().clone()
 
     def compute(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for places, ``(...)``, in float32: ``(..., 1, H / 2)``, one for each pair."""

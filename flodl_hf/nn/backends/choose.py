@@ -15,8 +15,7 @@ from torch import nn
 
 from flodl.graph import Graph
 from flodl_hf.nn.attention import SelfAttention
-from flodl_hf.nn.backends.cuda import CudaTable, norm_kind
-from flodl_hf.nn.backends.cuda_float32 import WIDEST_SPLIT, SplitTable
+from flodl_hf.nn.backends.cuda import WIDEST_SPLIT, CudaTable, SplitTable, norm_kind
 from flodl_hf.nn.backends.cuda_training import TrainingTable
 from flodl_hf.nn.backends.self_tests import SPLIT_BOUND, LayerSizes, Turns, prediction, training
 from flodl_hf.nn.disentangled.attention import DisentangledAttention

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flodl_hf.nn.attention import Kernel, SelfAttention, attend_first, fused
+from flodl_hf.nn.attention import Kernel, SelfAttention, fused
 from flodl_hf.nn.buckets import rounded
 from flodl_hf.nn.disentangled.attention import DisentangledAttention
 from flodl_hf.nn.joined_tensors import joined_bias
@@ -444,10 +444,8 @@ class ProcessorTable(Table):
         if first and type(attention) is SelfAttention and attention.rotary is None:
             # Only a text's first token queries; all tokens are keys.
             key, value = self._projected(hidden, attention.key, attention.value)
-            mixed = attend_first(
-                self.product(attention.query)(layout.first(hidden)), key, value, layout,
-                num_heads=attention.num_heads, kv_heads=attention.kv_heads, window=attention.window, **kwargs,
-            )  # fmt: skip
+            query = self.product(attention.query)(layout.first(hidden))
+            mixed = attention.mixed_first(query, key, value, layout, kwargs.get("bias"))
             return Branch(mixed, attention.output)
         query, key, value = self._projected(hidden, attention.query, attention.key, attention.value)
         more: dict[str, Any] = {"kernel": self._kernel} if type(attention) is SelfAttention else {}

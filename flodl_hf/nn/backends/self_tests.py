@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flodl_hf.nn.attention import SelfAttention, attend
-from flodl_hf.nn.backends.cuda import CudaTable
-from flodl_hf.nn.backends.cuda_float32 import SplitTable
+from flodl_hf.nn.backends.cuda import CudaTable, SplitTable
 from flodl_hf.nn.backends.cuda_training import TrainingTable
 from flodl_hf.nn.buckets import Buffer, bucket_of
 from flodl_hf.nn.layers import GELUS, TORCH, EncoderLayer, FeedForward, Order

@@ -16,8 +16,7 @@ import torch
 from flodl_hf.inference.prepared_graph import shadow
 from flodl_hf.nn.backends import choose, self_tests
 from flodl_hf.nn.backends.choose import arrange_cuda, layers_of
-from flodl_hf.nn.backends.cuda import CudaTable
-from flodl_hf.nn.backends.cuda_float32 import SplitTable
+from flodl_hf.nn.backends.cuda import CudaTable, SplitTable
 from flodl_hf.nn.backends.self_tests import SPLIT_BOUND, LayerSizes
 from flodl_hf.training import demo
 
