@@ -20,7 +20,6 @@ from flodl_hf.families.schema.config_rows import IgnoredKey, changed, count
 from flodl_hf.families.schema.record import KeyRow
 from flodl_hf.families.schema.shared_keys import BASE_SIZES, HEAD_WIDTH, rotary_rows
 from flodl_hf.nn.encoder import bert_block, chain, pooler, stack
-from flodl_hf.nn.layers import EncoderLayer
 from flodl_hf.nn.positions import Rotary, RotarySettings
 
 
@@ -96,15 +95,11 @@ def rotary(c: GteConfig) -> Rotary:
     return Rotary(c.hidden_size // c.num_heads, c.theta, c.scaling or c.rotary)
 
 
-def block(c: GteConfig) -> EncoderLayer:
-    """Return one layer: BERT's, with rotations and a gate."""
-    gated = {"gated": True, "bias": False, "down_bias": True, "inner_dropout": c.hidden_dropout}
-    return bert_block(c, attention={"rotary": rotary(c)}, feed_forward=gated)
-
-
 def encoder(c: GteConfig) -> Graph:
-    """Return the graph from ids to token states."""
-    return chain(bert.embeddings(c, max_positions=0), stack(block(c) for _ in range(c.num_layers)))
+    """Return the graph from ids to token states: BERT's, with rotations and a gate."""
+    gated = {"gated": True, "bias": False, "down_bias": True, "inner_dropout": c.hidden_dropout}
+    blocks = (bert_block(c, attention={"rotary": rotary(c)}, feed_forward=gated) for _ in range(c.num_layers))
+    return chain(bert.embeddings(c, max_positions=0), stack(blocks))
 
 
 HEADS = {

@@ -19,7 +19,6 @@ from flodl_hf.families import bert
 from flodl_hf.families.schema.config_rows import IgnoredKey, Row, changed, one_of
 from flodl_hf.families.schema.record import KeyRow, rows_under
 from flodl_hf.nn.encoder import bert_block, chain, stack
-from flodl_hf.nn.layers import EncoderLayer
 from flodl_hf.nn.positions import SlopedBias
 
 
@@ -62,19 +61,14 @@ KEYS = tuple(
 # fmt: on
 
 
-def block(c: JinaBertConfig) -> EncoderLayer:
-    """Return one layer: BERT's, over plain products, with a gate."""
+def encoder(c: JinaBertConfig) -> Graph:
+    """Return the graph from ids to token states: BERT's, over plain products, with a gate."""
     gated = {
         "activation": GATES[c.gate], "dropout": 0.0, "gated": True, "bias": False, "down_bias": True,
         "inner_dropout": c.hidden_dropout,
     }  # fmt: skip
-    return bert_block(c, attention={"fused": False}, feed_forward=gated)
-
-
-def encoder(c: JinaBertConfig) -> Graph:
-    """Return the graph from ids to token states."""
-    embeddings, layers = bert.embeddings(c, max_positions=0), stack((block(c) for _ in range(c.num_layers)), "bias")
-    return chain(embeddings, layers, bias=SlopedBias(c.num_heads))
+    blocks = (bert_block(c, attention={"fused": False}, feed_forward=gated) for _ in range(c.num_layers))
+    return chain(bert.embeddings(c, max_positions=0), stack(blocks, "bias"), bias=SlopedBias(c.num_heads))
 
 
 TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm")

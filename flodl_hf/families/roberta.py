@@ -19,7 +19,7 @@ from flodl_hf.families.schema import FamilyHead, FamilyTokenizer
 from flodl_hf.families.schema.config_rows import changed, count
 from flodl_hf.families.schema.record import KeyRow, Tie, rows_under
 from flodl_hf.nn import task_heads
-from flodl_hf.nn.encoder import Embeddings, bert_block, chain, stack
+from flodl_hf.nn.encoder import bert_block, chain, stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +52,9 @@ MASKED_LM_KEYS = (
 # fmt: on
 
 
-def embeddings(c: RobertaConfig, *, norm: bool = True) -> Embeddings:
-    """Return the sum of words, token types and positions, normalised unless ``norm`` is False."""
-    return bert.embeddings(c, norm_eps=c.norm_eps if norm else None, positions_after_pad=True)
-
-
 def encoder(c: RobertaConfig) -> Graph:
     """Return the graph from ids to token states."""
-    return chain(embeddings(c), stack(bert_block(c) for _ in range(c.num_layers)))
+    return chain(bert.embeddings(c, positions_after_pad=True), stack(bert_block(c) for _ in range(c.num_layers)))
 
 
 HEADS = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from flodl.graph import Graph
-from flodl_hf.families import roberta
+from flodl_hf.families import bert, roberta
 from flodl_hf.families.roberta import RobertaConfig
 from flodl_hf.families.schema.record import KeyRow, rows_under
 from flodl_hf.nn.encoder import chain, pre_norm_block, stack
@@ -27,7 +27,7 @@ KEYS = (*rows_under(PREFIX, roberta.KEYS, MOVED), KeyRow("encoder.norm", PREFIX 
 def encoder(c: RobertaConfig) -> Graph:
     """Return the graph from ids to token states."""
     layers = stack(pre_norm_block(c) for _ in range(c.num_layers))
-    return chain(roberta.embeddings(c), layers, norm=nn.LayerNorm(c.hidden_size, eps=c.norm_eps))
+    return chain(bert.embeddings(c, positions_after_pad=True), layers, norm=nn.LayerNorm(c.hidden_size, eps=c.norm_eps))
 
 
 FAMILY = roberta.FAMILY.renamed(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import nn
 
 from flodl.graph import Graph
-from flodl_hf.families import roberta
+from flodl_hf.families import bert, roberta
 from flodl_hf.families.roberta import RobertaConfig
 from flodl_hf.families.schema.config_rows import changed
 from flodl_hf.families.schema.record import KeyRow, rows_under
@@ -31,7 +31,11 @@ ROWS = changed(roberta.CONFIG, {"norm_eps": {"default": 1e-5}, "type_vocab_size"
 def encoder(c: RobertaConfig) -> Graph:
     """Return the graph from ids to token states."""
     layers = stack(pre_norm_block(c, feed_forward_dropout=0.0) for _ in range(c.num_layers))
-    return chain(roberta.embeddings(c, norm=False), layers, norm=nn.LayerNorm(c.hidden_size, eps=c.norm_eps))
+    return chain(
+        bert.embeddings(c, norm_eps=None, positions_after_pad=True),
+        layers,
+        norm=nn.LayerNorm(c.hidden_size, eps=c.norm_eps),
+    )
 
 
 # Of its 36 layers two, at their full width.

@@ -10,6 +10,7 @@ Shapes: T rows, D numbers of a row, N rows of the weight.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -62,25 +63,19 @@ def products(x: Halves, weight: Halves) -> Tensor:
     """Return ``x @ weight.T``, ``(T, N)``, float32, still to be multiplied by the scales of both."""
     width = x.parts.shape[1] // 3
     turned = weight.parts.t()
-    end = 2 * width + min(width, STRETCH)
-    found = _product(x.parts[:, :end], turned[:end])
-    for start in range(end, 3 * width, STRETCH):
-        end = min(start + STRETCH, 3 * width)
-        _add_product(found, x.parts[:, start:end], turned[start:end])
+    cuts = [0, *range(2 * width + min(width, STRETCH), 3 * width, STRETCH), 3 * width]
+    found = None
+    for start, end in pairwise(cuts):
+        part, other = x.parts[:, start:end], turned[start:end]
+        if not part.is_cuda:
+            product = part.float() @ other.float()
+            found = product if found is None else found.add_(product)
+        elif found is None:
+            found = torch.mm(part, other, out_dtype=torch.float32)
+        else:
+            torch.addmm(found, part, other, out_dtype=torch.float32, out=found)
+    assert found is not None
     return found
-
-
-def _product(x: Tensor, turned: Tensor) -> Tensor:
-    if x.is_cuda:
-        return torch.mm(x, turned, out_dtype=torch.float32)
-    return x.float() @ turned.float()
-
-
-def _add_product(total: Tensor, x: Tensor, turned: Tensor) -> None:
-    if x.is_cuda:
-        torch.addmm(total, x, turned, out_dtype=torch.float32, out=total)
-    else:
-        total += x.float() @ turned.float()
 
 
 def finished(x: Tensor, of: Halves, weight: Halves, bias: Tensor | None) -> Tensor:
