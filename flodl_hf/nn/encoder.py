@@ -264,7 +264,7 @@ def sequence(**modules: nn.Module | float | str | None) -> Graph:
     for name, module in modules.items():
         if module is None:
             continue
-        if isinstance(module, float):
+        if isinstance(module, float | int):
             module = nn.Dropout(module)
         elif isinstance(module, str):
             module = Activation(module)

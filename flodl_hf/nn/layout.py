@@ -352,7 +352,8 @@ def _flatten(layout: Packed) -> tuple[list[Tensor], tuple[Any, ...]]:
 def _unflatten(tensors: Iterable[Tensor], context: tuple[Any, ...]) -> Packed:
     lengths, longest, real, given = context
     offsets, *rest = tensors
-    return Packed(offsets, tuple(lengths), longest, real=real, **dict(zip(given, rest, strict=True)))
+    optional: dict[str, Any] = dict(zip(given, rest, strict=True))
+    return Packed(offsets, tuple(lengths), longest, real=real, **optional)
 
 
 # Registered so that graphs which take a layout can be exported and traced: its tensors are leaves.

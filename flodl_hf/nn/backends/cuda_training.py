@@ -200,7 +200,7 @@ class TrainingTable(Table):
     def attend(self, layer: Layer, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any], first: bool) -> _Branch:
         """Return mixed values, before their output projection."""
         attention: Any = layer.attention
-        carried = layout.memo["carried"]
+        carried: _Carried = layout.memo["carried"]
         half = carried.half_of(hidden, self.dtype)
         if type(attention) is DisentangledAttention:
             mixed = attention._joined(half.view(hidden.shape), layout, **kwargs)
@@ -220,7 +220,7 @@ class TrainingTable(Table):
     ) -> Tensor:
         from flodl_hf.nn.kernels.operations import mixed, projected, turned
 
-        carried = layout.memo["carried"]
+        carried: _Carried = layout.memo["carried"]
         parts = (attention.query, attention.key, attention.value)
         weight, bias = carried.halves["joined"]
         biases: list[Tensor] = [] if bias is None else [part.bias for part in parts]
@@ -253,7 +253,7 @@ class TrainingTable(Table):
 
         feed_forward: Any = layer.feed_forward
         assert type(feed_forward) is FeedForward
-        carried = layout.memo["carried"]
+        carried: _Carried = layout.memo["carried"]
         with torch.autocast(hidden.device.type, enabled=False):
             half = carried.half_of(hidden, self.dtype)
             up = feed_forward.up
@@ -275,7 +275,8 @@ class TrainingTable(Table):
         """Return ``residual`` plus the branch, float32."""
         from flodl_hf.nn.kernels.operations import projected
 
-        carried, linear = layout.memo["carried"], branch.linear
+        carried: _Carried = layout.memo["carried"]
+        linear = branch.linear
         with torch.autocast(residual.device.type, enabled=False):
             x = projected(branch.states, *carried.weights(linear), [linear.weight], _listed(linear.bias))
             (x,) = _adapted([x], branch.states, [linear], carried)
@@ -301,7 +302,8 @@ class TrainingTable(Table):
         kind = norm_kind(norm)
         assert kind is not None
         weight, bias, eps, center = kind
-        carried, width = layout.memo["carried"], residual.shape[-1]
+        carried: _Carried = layout.memo["carried"]
+        width = residual.shape[-1]
         linear, dropout, pre = branch.linear, branch.dropout, layer.order == "pre"
         with torch.autocast(residual.device.type, enabled=False):
             x = projected(branch.states, *carried.weights(linear), [linear.weight], [])

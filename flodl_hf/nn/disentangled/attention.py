@@ -90,7 +90,8 @@ class DisentangledAttention(nn.Module):
         elif self.joined and self._way(hidden, self._computed(hidden)) == "reference":
             mixed = self._by_reference(products_by_head(hidden, self.num_heads, *parts), layout, relative)
         else:
-            mixed = self.mixed(*(part(hidden) for part in parts), layout, relative)
+            query, key, value = (part(hidden) for part in parts)
+            mixed = self.mixed(query, key, value, layout, relative)
         return self.dropout(self.output(mixed))
 
     def mixed(

@@ -7,6 +7,8 @@ and recorded ones replay it; the kernels are `kernels`'.
 Shapes: T tokens, N heads, H width of a head, R table rows that a call reaches.
 """
 
+# pyright: reportIndexIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

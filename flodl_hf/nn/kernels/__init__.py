@@ -1,6 +1,6 @@
 """Triton kernels, and the test that enables them on a device.
 
-`random` is the hash that dropout is drawn from; `short_texts` attention among texts that are mostly shorter than a
+`short_texts` is attention among texts that are mostly shorter than a
 tile; `rows` the operations between products; `rotary` positions of queries and keys; `disentangled` DeBERTa's
 attention; `copies` writes a layer's weights in half precision.
 `operations` launches them, with gradients, and `self_test` tests once whether they compute on a device what torch's
