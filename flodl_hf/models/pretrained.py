@@ -30,6 +30,7 @@ from flodl_hf.checkpoints.folders import MODEL_FILES, TOKENIZER_FILES, VOCABULAR
 from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig, read_recipe
 from flodl_hf.checkpoints.sentence.settings import transformer_folder
+from flodl_hf.checkpoints.sentence.vectors import colbert_recipe
 from flodl_hf.checkpoints.weights.checkpoint import Checkpoint
 from flodl_hf.checkpoints.weights.loaded import OnDisk, Source, warn_of_unexpected
 from flodl_hf.checkpoints.weights.loading import Plan, class_of
@@ -52,7 +53,6 @@ from flodl_hf.models.building import (
 )
 from flodl_hf.models.sentence_folder import (
     SETFIT,
-    colbert_of,
     follow_routes,
     note_setfit,
     with_overrides,
@@ -218,8 +218,10 @@ def _load(
     model.load_report = report
     model.tokenizer = tokenizer
     model.sentence_recipe = recipe
-    if class_of(config.source.get("architectures")) == "HF_ColBERT":
-        model.sentence_recipe = recipe or colbert_of(folder, config)
+    is_colbert = class_of(config.source.get("architectures")) == "HF_ColBERT" and recipe is None
+    if is_colbert and "HF_ColBERT" in config.family.pretraining:
+        late, files = colbert_recipe(folder)
+        model.sentence_recipe = SentenceTransformerConfig(normalize=True, late=late, files=files)
     model.source = Source(
         name=str(name_or_path),
         folder=folder,

@@ -15,7 +15,6 @@ from flodl.errors import ConfigError
 from flodl_hf.checkpoints.config.file import patch_json
 from flodl_hf.checkpoints.folders import BOUNDS, is_entry
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
-from flodl_hf.checkpoints.sentence.vectors import colbert_recipe
 from flodl_hf.inference.graph_model import Routed, recipe_behind
 from flodl_hf.inference.pooling import pool, pool_padded
 from flodl_hf.models.building import states_of
@@ -125,14 +124,6 @@ def note_setfit(root: Path, head: str) -> None:
         UserWarning,
         stacklevel=2,
     )
-
-
-def colbert_of(folder: Path, config: ModelConfig) -> SentenceTransformerConfig | None:
-    """Return how a folder of ColBERT's class makes vectors; None of another family."""
-    if "HF_ColBERT" not in config.family.pretraining:
-        return None
-    late, files = colbert_recipe(folder)
-    return SentenceTransformerConfig(normalize=True, late=late, files=files)
 
 
 def follow_routes(model: GraphModel, root: Path, load: Callable[[Path], GraphModel]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ def _sums(bench: Bench, model: Any) -> dict[str, float] | Evidence:
                 theirs.model.get_parameter(name).copy_(tensor)
     again = type(model).from_pretrained(bench.folder, adapter=out)
     whole = type(model).from_pretrained(bench.folder, adapter=out).merge_and_unload()
-    exact = theirs.in_float64()
+    exact = replace(theirs, model=deepcopy(theirs.model).double())
     gaps: dict[str, float] = {}
     for batch in bench.batches():
         with torch.no_grad():

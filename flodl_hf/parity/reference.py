@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import signature
@@ -71,10 +70,6 @@ class Reference:
         """Return the outputs of one batch as a dict, without gradients."""
         with torch.no_grad():
             return dict(self.model(**inputs).items())
-
-    def in_float64(self) -> Reference:
-        """Return a copy of the model that computes in float64."""
-        return Reference(deepcopy(self.model).double(), self.missing, self.unexpected)
 
     def keys_before(self, held: Tensor, rows: int) -> Any:
         """Return keys and values to insert before each row's own, in the model's cache format for one call.

@@ -381,8 +381,11 @@ def chosen(model: GraphModel, settings: Lora | IA3, stored: Sequence[str]) -> li
             why = " is part of the head, which the adapter stores whole" if inside else nearest(wanted, _ends(sites))
             problems.append(f"{wanted}{why}")
         found |= fitting
-    partly = _partly(found, named) if named else {}
-    problems += [f"{', '.join(paths)}: one matrix with others ({theirs})" for theirs, paths in partly.items()]
+    for theirs, site in found.items():
+        if named and not any(wanted == ALL_LINEAR or fits(wanted, theirs) for wanted in named):
+            paths = [path for path in site.paths if any(fits(wanted, path) for wanted in named)]
+            if len(site.paths) > max(1, len(paths)):
+                problems.append(f"{', '.join(paths)}: one matrix with others ({theirs})")
     if problems:
         raise ConfigError(
             f"Lora: targets that are no projections of this model:\n{capped(problems)}\nexpected 'all-linear' or names "
@@ -443,18 +446,6 @@ def tables_of_tokens(
         )
     check_tables(model, list(found))
     return found
-
-
-def _partly(sites: Mapping[str, Site], wanted: Sequence[str]) -> dict[str, list[str]]:
-    """Return matrices of which some projections were named and others not."""
-    partly: dict[str, list[str]] = {}
-    for theirs, site in sites.items():
-        if len(site.paths) == 1 or any(w == ALL_LINEAR or fits(w, theirs) for w in wanted):
-            continue
-        named = [path for path in site.paths if any(fits(w, path) for w in wanted)]
-        if len(named) < len(site.paths):
-            partly[theirs] = named
-    return partly
 
 
 def _ends(sites: Mapping[str, Site]) -> set[str]:

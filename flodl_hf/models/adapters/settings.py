@@ -344,7 +344,8 @@ def read_adapter(values: Mapping[str, Any]) -> tuple[Settings | None, list[str]]
     if rank is not None:
         return None, ["adapter and lora: expected only one adapter"]
     if isinstance(adapter, Mapping):
-        settings = {name: tuple(value) if isinstance(value, list) else value for name, value in adapter.items()}
+        settings: dict[str, Any] = dict(adapter)
+        settings = {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
         kind = ADAPTERS.get(settings.pop("type", ""))
         if kind is None:
             return None, [f"adapter: found {dict(adapter)}; expected a type: {', '.join(ADAPTERS)}"]
