@@ -6,6 +6,7 @@ Rules of the classes are in ``classes.py``, sentencepiece models in ``pieces.py`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +96,7 @@ def read_vocab_json(data: bytes, path: str) -> dict[str, int]:
     """Return token to id from a JSON object.
 
     Raises:
-        TokenizerError: if it is not an object of small numbers.
+        TokenizerError: if it is not an object of distinct small numbers.
     """
     vocab = parse_json(data, path)
     faults = [
@@ -104,7 +105,9 @@ def read_vocab_json(data: bytes, path: str) -> dict[str, int]:
         if type(number) is not int or not 0 <= number < _MAX_ID
     ]
     faults += ["the object is empty"] * (not vocab)
-    _refuse(path, faults, f"expected numbers from 0 to {_MAX_ID - 1}; fetch the file again")
+    if not faults:
+        faults = [f"{count} tokens have id {number}" for number, count in Counter(vocab.values()).items() if count > 1]
+    _refuse(path, faults, f"expected distinct numbers from 0 to {_MAX_ID - 1}; fetch the file again")
     return vocab
 
 

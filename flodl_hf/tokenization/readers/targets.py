@@ -157,6 +157,12 @@ def infer_targets(values: Sequence[Any], kind: LabelKind | None = None) -> Targe
             found=values[0],
         )
     numbers = [_number_of(v) for v in values]
+    truths = sum(isinstance(v, bool) for v in values)
+    if truths and any(number is not None for number in numbers):
+        raise DataError(
+            f"labels: found a truth value in {truths} of {count} rows and numbers in others, expected one kind",
+            count=truths,
+        )
     is_numeric = all(n is not None for n in numbers)
     odd = [i for i, n in enumerate(numbers) if is_numeric and not math.isfinite(n or 0)]
     if odd:

@@ -226,6 +226,14 @@ def test_damaged_vocab_json_is_refused(vocab: bytes) -> None:
     assert "there/vocab.json" in str(caught.value)
 
 
+def test_tokens_that_share_an_id_are_refused() -> None:
+    files = bpe_files()
+    vocab = json.loads(files["vocab.json"])
+    vocab["shared"] = vocab["a"]
+    with pytest.raises(TokenizerError, match=f"2 tokens have id {vocab['a']}"):
+        Tokenizer.from_files({**files, "vocab.json": json.dumps(vocab).encode()}, model_type="roberta")
+
+
 @pytest.mark.parametrize(
     ("line", "number"),
     [(b"onlyone", 2), (b"a b c", 2), (b"a  b", 2), (b" a", 2), (b"zz\xc4\xa0zz qq", 2), (b"\xff a", None)],
