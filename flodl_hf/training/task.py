@@ -352,13 +352,18 @@ def label_faults(task: Any, options: Any) -> list[str]:
             f"tune_thresholds: found {task.kind.replace('_', ' ')} with {len(names)} labels; expected several labels "
             "per text (multi_label_classification), or two labels"
         )
-    if given is None or not names or (isinstance(given, str) and given == "balanced"):
+    if given is None or not names:
         return problems
     if task.kind == "regression":
         return [*problems, "class_weights: regression takes none; leave it out"]
+    if isinstance(given, str) and given == "balanced":
+        return problems
+    strange = sorted(set(given) - set(names)) if isinstance(given, Mapping) else []
+    if strange:
+        return [*problems, f"class_weights: {strange} are no labels; expected some of {names[:20]}"]
     weights = list(given.values() if isinstance(given, Mapping) else given if hasattr(given, "__len__") else ())
-    are_named = set(given) <= set(names) if isinstance(given, Mapping) else len(weights) == len(names)
-    if not are_named or not all(isinstance(weight, Real) and float(weight) >= 0 for weight in weights):
+    fits = isinstance(given, Mapping) or len(weights) == len(names)
+    if not fits or not all(isinstance(weight, Real) and float(weight) >= 0 for weight in weights):
         problems.append(
             f"class_weights: found {given!r}; expected 'balanced', a weight for each of {names[:20]}, or a mapping of "
             "labels to weights; none below 0"
