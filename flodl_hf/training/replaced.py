@@ -87,12 +87,9 @@ class ReplacedTask(Task):
 
             return GeneratorTask.plan(source)
         columns = infer_columns(rows, **dict(options.columns or {}))
-        if columns.words is None and columns.text is None:
-            raise DataError(
-                f"train: found the columns {list(rows[0])}; expected texts, or words and tags", names=list(rows[0])
-            )
-        if columns.words is not None and columns.tags is None:
-            raise DataError(f"train: found words and no tags among {list(rows[0])}; expected a tag for each word")
+        if (columns.text if columns.words is None else columns.tags) is None:
+            names = list(rows[0])
+            raise DataError(f"train: found the columns {names}; expected texts, or words and tags", names=names)
         return cls(columns, options.mask_probability, options.seed)
 
     def masking(self, tokenizer: Tokenizer, options: Options | None = None) -> Replacing:

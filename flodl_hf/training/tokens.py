@@ -83,9 +83,8 @@ def read_character_spans(value: Any, row: int) -> list[tuple[int, int, str]]:
     """
     spans = []
     for item in value or []:
-        label = (
-            next((item[k] for k in ("label", "type", "tag") if k in item), None) if isinstance(item, Mapping) else None
-        )
+        known = [item[k] for k in ("label", "type", "tag") if k in item] if isinstance(item, Mapping) else []
+        label = next(iter(known), None)
         if label is None or not all(isinstance(item.get(k), int) for k in ("start", "end")):
             raise DataError(
                 f"finetune: row {row}: the span {item!r} is not understood; expected start and end as integers, "
