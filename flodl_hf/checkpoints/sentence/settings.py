@@ -247,7 +247,7 @@ def _checked(root: Path, value: Modules) -> Modules:
         sound = behind.count("Pooling") < 2 and "WeightedLayerPooling" not in behind[1:]
         sound = sound and not {"LayerNorm", "Dropout"} & set(behind[:at]) and "CNN" not in behind[at:]
         sound = sound and not {"Transformer", "MLMTransformer"} & set(behind)
-        expected = "Transformer, layers of token vectors, one Pooling, layers of text vectors; or SpladePooling"
+        expected = "one Transformer, layers of token vectors, one Pooling, layers of text vectors; or SpladePooling"
     if first not in (["Transformer"], ["MLMTransformer"]) or not sound:
         raise wrong(root / "modules.json", f"found the modules {', '.join(kinds[:8]) or 'none'}", expected)
     return value

@@ -399,8 +399,8 @@ class _Matching:
             advice = "Check num_labels / id2label and the sizes in config.json; for other labels, pass labels=[...]."
         elif "missing" not in problems and "unexpected" in problems:
             advice += (
-                " Additional tensors of a layer would be missing from its computation: merge an adapter into "
-                "the weights, or write the file without them."
+                " Additional tensors of a layer, as of an adapter, would be missing from its computation: "
+                "merge it into the weights, or write the file without it."
             )
         written = f" model, written for {source_head}" if source_head and source_head != head else " model"
         names = ", ".join(map(printable, files[:3])) or "the file"
