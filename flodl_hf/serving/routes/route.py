@@ -136,6 +136,12 @@ def checked(kind: str, value: Any, name: str) -> Any:
     Raises:
         RefusedError: the value is not of the kind; of a list, the message has the first invalid member.
     """
+    # Most values are texts, whose schemas need no look.
+    if kind in ("texts", "inputs", "pairs"):
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value, list) and set(map(type, value)) == {str}:
+            return value
     schema, words = KINDS[kind]
     found = value.lower() if isinstance(value, str) and "enum" in schema else value
     if not _fits(found, schema):
@@ -146,8 +152,6 @@ def checked(kind: str, value: Any, name: str) -> Any:
                     wrong = f": entry {at} is {shown(part, 60)}"
                     break
         raise RefusedError(f"{name}{wrong}, expected {words}", "field", param=name)
-    if isinstance(value, str) and kind in ("texts", "inputs", "pairs"):
-        return [value]
     if isinstance(value, str) and kind == "labels":
         return [label.strip() for label in value.split(",")]
     if kind == "documents":
