@@ -70,6 +70,10 @@ class Learning(nn.Module):
         bias = None if self.bias is None else self.bias.detach().cpu().clone()
         return Dense(self.weight.detach().cpu().clone(), bias, self.activation, self.source)
 
+    def files(self, part: str) -> dict[str, bytes]:
+        """Return the files of the layer as it is now, whose size is estimated before the training."""
+        return self.learned().files(part)
+
 
 def attach_projection(
     model: EncoderModel, settings: Mapping[str, Any] | None, max_length: int | None, seed: int
