@@ -327,6 +327,8 @@ def _bring(request: HubRequest, commit: str, names: Sequence[str], siblings: Map
     snapshot = request.storage / "snapshots" / commit
     pause = _PAUSES * float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
     for filename in names:
+        _check_announced(request, filename, siblings[filename])
+    for filename in names:
         target = snapshot / filename
         cached = target.is_file()
         for attempt in (0, 1):
@@ -348,6 +350,16 @@ def _bring(request: HubRequest, commit: str, names: Sequence[str], siblings: Map
                 f"try again; if it stays so, a proxy or mirror alters the file, or {target} has to be removed",
                 file=filename,
             )
+
+
+def _check_announced(request: HubRequest, filename: str, announced: Any) -> None:
+    """Refuse a file with an invalid length or digest before anything is fetched."""
+    size, digest, blob = announced.size, getattr(announced.lfs, "sha256", "0" * 64), announced.blob_id
+    sound = size is None or (type(size) is int and size >= 0)
+    sound = sound and isinstance(digest, str) and re.fullmatch(r"[0-9a-f]{64}", digest) is not None
+    if not sound or not isinstance(blob, str | None):
+        found = printable(f"{size!r}, {digest!r}, {blob!r}", 160)
+        raise request.no_hub(f"{filename}: the server announces {found}, expected length and digests", file=filename)
 
 
 def _fetch(request: HubRequest, filename: str, commit: str, *, cached: bool, again: bool) -> None:
