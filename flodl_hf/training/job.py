@@ -241,7 +241,8 @@ def plan_job(
     problems.check()
     assert opened is not None
     timing.mark("load")
-    tokenizer, limits = opened.tokenizer, row_limits(task, opened, options)
+    tokenizer: Any = opened.tokenizer
+    limits = row_limits(task, opened, options)
     prepared = {"train": task.prepare(tables.train, tokenizer, limits, training=True)}
     rows = prepared["train"].rows
     options, chosen = settle_batch_size(options, task, rows)

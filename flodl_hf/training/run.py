@@ -41,7 +41,7 @@ from flodl_hf.training.job import Job, Timing, plan_job, read_arguments
 from flodl_hf.training.observation import monitor_of_job
 from flodl_hf.training.options import FinetuneWords, Options
 from flodl_hf.training.report.figures import tune_thresholds
-from flodl_hf.training.result import FinetuneResult, described, figures_in, job_name, metadata_files
+from flodl_hf.training.result import FinetuneResult, figures_in, job_name, metadata_files
 from flodl_hf.training.start import cast_stored
 from flodl_hf.training.task import name_of
 from flodl_hf.training.training import (
@@ -366,7 +366,7 @@ def _recipe(job: Job) -> dict[str, Any]:
     left_out = ("checkpoints", "keep_checkpoints", "resume", "local_files_only")
     left_out += ("trackers", "log_dir", "profile", "report")
     values = {k: v for k, v in job.options.to_dict().items() if k not in left_out and v is not None}
-    values["schedule"] = described(values["schedule"])
+    values["schedule"] = str(values["schedule"])  # of an object, which a recipe cannot contain, its text
     commit = getattr(job.model.source, "commit", None)
     if commit:
         values["revision"] = commit
