@@ -272,14 +272,14 @@ def triage(
     others = {entry.key: entry for entry in foreign}
     notes: list[str] = []
     for key, value in source.items():
-        if key in used or key in read:
+        if key in used or key in read or (key not in ignored and (key.startswith("_") or _off(value))):
+            continue
+        if key in ignored and _is_usual(ignored[key], value, fields):
             continue
         name = key if len(key) <= 100 else key[:97] + "..."
         found = f"{name}: found {shown(value, 60)}"
         if key in ignored:
             verdict = _without_effect(ignored[key], value, fields)
-        elif key.startswith("_") or _off(value):
-            continue
         elif key in others:
             verdict = _Verdict(
                 fault=f"{found}; expected it absent or off, for {others[key].what}. transformers without the code of "
@@ -308,15 +308,23 @@ def triage(
     return notes
 
 
+def _is_usual(entry: IgnoredKey, value: Any, fields: Mapping[str, Any]) -> bool:
+    """Return whether nothing is reported of a key that has no effect."""
+    if entry.repeats is not None:
+        expected = _repeated(entry.repeats, fields)
+        return _off(value) or expected is None or value == expected
+    if entry.only is not None and value not in entry.only and not (None in entry.only and _off(value)):
+        return False
+    return not entry.noted or value is None or value == entry.usual or (entry.usual is False and _off(value))
+
+
 def _without_effect(entry: IgnoredKey, value: Any, fields: Mapping[str, Any]) -> _Verdict:
-    """Return the verdict on a key that has no effect, for some values of it."""
+    """Return the verdict on a key that has no effect, for a value that `_is_usual` does not accept."""
     found, note = f"{entry.key}: found {shown(value, 60)}", ""
     if entry.noted:
         note = f"{entry.key}: {shown(value, 60)} changes no number here ({entry.reason})"
     if entry.repeats is not None:
         expected = _repeated(entry.repeats, fields)
-        if _off(value) or expected is None or value == expected:
-            return _Verdict()
         fault = f"{found}; expected {expected!r} ({entry.reason})"
         if entry.noted or entry.read:
             return _Verdict(note, fault)
@@ -325,8 +333,7 @@ def _without_effect(entry: IgnoredKey, value: Any, fields: Mapping[str, Any]) ->
     if entry.only is not None and value not in entry.only and not (None in entry.only and _off(value)):
         allowed = " or ".join(repr(v) for v in entry.only)
         return _Verdict(fault=f"{found}, which is not supported; expected {allowed} ({entry.reason})")
-    usual = value is None or value == entry.usual or (entry.usual is False and _off(value))
-    return _Verdict() if usual else _Verdict(note)
+    return _Verdict(note)
 
 
 def _of_others(row: Row, key: str, value: Any, fields: Mapping[str, Any], rows: Sequence[Row]) -> _Verdict:

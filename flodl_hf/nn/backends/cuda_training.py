@@ -218,7 +218,7 @@ class TrainingTable(Table):
     def _mixed(
         self, attention: Any, half: Tensor, hidden: Tensor, layout: Layout, kwargs: Mapping[str, Any], angles: Any
     ) -> Tensor:
-        from flodl_hf.nn.kernels.operations import mixed, projected, turned
+        from flodl_hf.nn.kernels.operations import mixed, projected
 
         carried: _Carried = layout.memo["carried"]
         parts = (attention.query, attention.key, attention.value)
@@ -231,6 +231,8 @@ class TrainingTable(Table):
             qkv = torch.cat(_adapted(pieces, half, parts, carried), -1)
         p = attention.attention_dropout if attention.training else 0.0
         if angles is not None:
+            from flodl_hf.nn.kernels.operations import turned
+
             rotary = attention.rotary
             heads = attention.num_heads + attention.kv_heads * (1 + rotary.values)
             qkv = turned(
