@@ -125,14 +125,14 @@ def test_batch_invariant_answers_are_equal_to_the_bit(make: Make, precision: str
 def test_memory_that_runs_out_halves_the_budget(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("bert", "sequence_classification").to("cuda")
     expected = model.predict(TEXTS)  # type: ignore[attr-defined]
-    whole = Engine._bucketed
+    whole = Engine._run
 
     def fails(self: Engine, batch: Batch, alone: bool) -> object:
         if len(batch.ids) > 40:
             raise torch.OutOfMemoryError("CUDA out of memory (made in a test)")
         return whole(self, batch, alone)
 
-    monkeypatch.setattr(Engine, "_bucketed", fails)
+    monkeypatch.setattr(Engine, "_run", fails)
     found = model.predict(TEXTS)  # type: ignore[attr-defined]
     for mine, other in zip(found, expected, strict=True):
         assert [r.label for r in mine] == [r.label for r in other]
