@@ -165,8 +165,25 @@ class QuestionAnswerer(EncoderModel):
             kind=Answers if compat is None else None, given=_given, blank=_without_context,
         )  # fmt: skip
 
-    @accept_keywords(ANSWER, like=answer_batch)
-    def answer(self, question: str | Mapping[str, str], context: str | None = None, **options: Any) -> Any:
+    @accept_keywords(ANSWER)
+    def answer(
+        self,
+        question: str | Mapping[str, str],
+        context: str | None = None,
+        *,
+        top_k: int = 1,
+        max_answer_length: int = 30,
+        no_answer: bool = False,
+        null_margin: float = 0.0,
+        whole_words: bool = True,
+        distinct: Literal["span", "place", "text"] = "place",
+        window_tokens: int = WINDOW_TOKENS,
+        stride: int = STRIDE,
+        strict: bool = False,
+        untrained: bool = False,
+        compat: Literal["transformers-4.57"] | None = None,
+        **run: Unpack[RunKeywords],
+    ) -> Any:
         """Return the answers to one question, best first, of the same shape as each of `answer_batch`.
 
         A `flodl_hf.inference.results.Answers`: ``top_k`` answers; its ``text``, ``score``, ``start`` and ``end``
@@ -175,16 +192,31 @@ class QuestionAnswerer(EncoderModel):
         Args:
             question: the question; or ``{"question": ..., "context": ...}``.
             context: where the answer is.
-            **options: as in `answer_batch`.
+            top_k: as in `answer_batch`, like all others.
+            max_answer_length: most tokens of an answer.
+            no_answer: whether "there is no answer" may be returned.
+            null_margin: how much likelier, in nats, no answer has to be.
+            whole_words: widen answers that begin or end inside a word.
+            distinct: which answers count as one.
+            window_tokens: most tokens of a window.
+            stride: tokens that neighbouring windows share.
+            strict: raise on a context that does not fit into one window.
+            untrained: answer although parts of the model have random values.
+            compat: "transformers-4.57" repeats the pipeline that transformers has since removed.
+            **run: how to run; see `flodl_hf.inference.RunOptions`.
 
         Raises:
             PredictError: as in `answer_batch`.
         """
         item: Any = question if isinstance(question, Mapping) else (question, context)
-        (answers,) = self.answer_batch([item], **options)
+        found = self.answer_batch(
+            [item], top_k=top_k, max_answer_length=max_answer_length, no_answer=no_answer, null_margin=null_margin,
+            whole_words=whole_words, distinct=distinct, window_tokens=window_tokens, stride=stride, strict=strict,
+            untrained=untrained, compat=compat, **run,
+        )  # fmt: skip
+        (answers,) = found
         # The removed pipeline returns one dictionary if one answer was requested.
-        single = options.get("compat") is not None and options.get("top_k", 1) == 1
-        return answers[0] if single and isinstance(answers, list) and answers else answers
+        return answers[0] if compat is not None and top_k == 1 and isinstance(answers, list) and answers else answers
 
 
 def _pair(item: Any, index: int) -> tuple[str, str]:

@@ -24,7 +24,6 @@ from flodl.devices import all_devices, best_device, described, probe_device, why
 from flodl.errors import ConfigError, DeviceError, FlodlError
 from flodl.verbosity import parsed
 from flodl_hf.errors import PredictError
-from flodl_hf.tokenization.backend import cores
 
 State = Literal["ok", "note", "problem"]
 
@@ -92,7 +91,7 @@ def examine(environment: Mapping[str, str] | None = None) -> Examination:
 def _machine() -> Iterator[Finding]:
     yield Finding("machine", "system", f"{platform.system()} {platform.release()}, {platform.machine()}")
     yield Finding("machine", "Python", f"{platform.python_version()} at {sys.executable}")
-    usable, there = cores(), os.cpu_count() or 1
+    usable, there = _cores(), os.cpu_count() or 1
     count = f"{usable} cores" + (f" of {there}" if usable < there else "")
     yield Finding("machine", "processor", f"{_processor_name()}, {count}, {torch.backends.cpu.get_cpu_capability()}")
     free, whole = memory()
@@ -102,6 +101,11 @@ def _machine() -> Iterator[Finding]:
             "machine", "memory", f"{free / GIB:.1f} GiB free of {whole / GIB:.1f}", "note" if short else "ok",
             "BERT-large in float32 takes 1.3 GiB to predict and 7 to train" if short else "",
         )  # fmt: skip
+
+
+def _cores() -> int:
+    # Not of `flodl_hf.tokenization`, which needs the tokenizers library: this file also runs where it is broken.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor_name() -> str:
@@ -284,7 +288,7 @@ _VARIABLES: dict[str, tuple[Callable[[str, int], bool], str]] = {
 
 
 def _environment(around: Mapping[str, str]) -> Iterator[Finding]:
-    usable = cores()
+    usable = _cores()
     if (level := around.get("FLODL_VERBOSITY")) is not None:
         advice = ""
         try:

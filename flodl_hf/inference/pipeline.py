@@ -177,7 +177,7 @@ class Session:
         self._ahead = len(devices) > 1 or works_by_itself(devices[0])
         most = max(1, (MAX_WINDOW * len(devices) if self._ahead else WINDOW) // rows)
         first, deep = (max(1, FIRST_WINDOW // rows) if self._ahead else most), 2
-        if work is not None and len(devices) > 1:
+        if work is not None and len(devices) > 1 and on_disk is None:
             from flodl_hf.inference import workers
 
             self._call = workers.call_of(self.model, options, items, encode, work)

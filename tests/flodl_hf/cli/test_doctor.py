@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,7 @@ def test_a_sound_machine(around: dict[str, str]) -> None:
 
 
 def test_what_is_set_is_judged(around: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "cores", lambda: 8)
+    monkeypatch.setattr(doctor, "_cores", lambda: 8)
     found = named(doctor.examine(around | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FLODL_HF_CACHE": "off"}))
     assert found["OMP_NUM_THREADS"].state == "note"
     assert "8 cores" in found["OMP_NUM_THREADS"].advice
@@ -52,6 +54,11 @@ def test_what_is_missing_is_a_problem(around: dict[str, str], monkeypatch: pytes
     by_name = named(found)
     assert by_name["tokenizers"].state == by_name["torch"].state == "problem"
     assert "pip install tokenizers" in by_name["tokenizers"].advice
+
+
+def test_a_broken_package_does_not_end_the_doctor() -> None:
+    script = "import sys; sys.modules['tokenizers'] = None; from flodl_hf.inference.doctor import examine; examine()"
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_device_with_wrong_numbers_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

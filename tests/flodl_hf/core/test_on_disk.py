@@ -17,7 +17,7 @@ from flodl_hf.checkpoints.weights import manifest as on_disk
 from flodl_hf.errors import PredictError
 from flodl_hf.families import FAMILIES
 from flodl_hf.heads.auto import load
-from flodl_hf.inference import layers_from_disk
+from flodl_hf.inference import layers_from_disk, workers
 from flodl_hf.inference.layers_from_disk import _steps_of
 from flodl_hf.nn.backends.cpu import has_int8, has_onednn
 
@@ -171,10 +171,13 @@ def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], says: str, sav
     assert says in str(fault.value)
 
 
-def test_several_devices_are_refused_by_name(saved: Saved) -> None:
+def test_several_devices_are_refused_by_name(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "worth_it", lambda devices: True)
+    monkeypatch.setattr(workers, "MIN_TEXTS", 1)
     model: Any = load(saved(), weights="disk")
     with pytest.raises(PredictError, match="weights='memory'"):
         model.embed(TEXTS, devices=["cpu", "cpu"])
+    assert model not in workers._OF  # none, which would have the weights in memory
 
 
 def test_layers_that_are_no_chain_are_told_apart() -> None:
