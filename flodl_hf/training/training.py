@@ -31,7 +31,7 @@ from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.reading import ranked, read_checkpoint, signed
 from flodl.train.saving.state import copy_in_background, load_model
 from flodl_hf.inference.graph_model import GraphModel
-from flodl_hf.models.adapters.settings import adapter_mapping
+from flodl_hf.models.adapters.settings import recorded_adapter
 from flodl_hf.models.transformers_methods import freeze
 from flodl_hf.training.evaluation import EvalPredictions
 from flodl_hf.training.job import Job
@@ -58,19 +58,23 @@ CHANGES_NO_NUMBER = frozenset((
     "local_files_only",
 ))  # fmt: skip
 """Options that determine length, checkpoints and reports of a run, or change numbers by rounding only."""
+FORMER = {"adaptive_layers": False, "eval_delay": 0}
+"""Options that no longer exist, which checkpoints contain with these values."""
 
 
 def fingerprint_of(job: Job) -> dict[str, Any]:
     """Return the values that define the numbers of a planned run, without the values of the trainer; JSON values."""
     passed = {*BY_THE_TRAINER, *BY_HASH, *CHANGES_NO_NUMBER, "class_weights", "metric", "lora", "adapter"}
     asked = {name: _json(value) for name, value in job.options.to_dict().items() if name not in passed}
+    asked["long_texts"] = {"truncate": "cut"}.get(job.options.long_texts, job.options.long_texts)  # its former word
     judged = {
         f"eval rows{name and f' of {name}'}": _digest(one.prepared.rows, _answers(job.task, job.tables.evals[name]))
         for name, one in (job.evaluation.sets.items() if job.evaluation is not None else ())
     }
     return {
         **asked,
-        "adapter": _json(adapter_mapping(job.options.adapter)),
+        **FORMER,
+        **_json(recorded_adapter(job.options.adapter)),
         "loss": _json(job.own.loss),
         "class_weights": getattr(job.objective, "weights", None),
         "metric": job.metric,

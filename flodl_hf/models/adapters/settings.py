@@ -331,6 +331,37 @@ def adapter_mapping(adapter: Settings | None) -> dict[str, Any] | None:
     return {"type": kind, **{name: value for name, value in values.items() if value != usual[name]}}
 
 
+FORMER_NAMES = {
+    "lora": {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_targets"},
+    "ia3": {"targets": "ia3"},
+    "prompt": {
+        "tokens": "prompt_tokens", "text": "prompt_text", "encoder": "prompt_encoder", "kind": "prompt_encoder_kind"
+    },
+    "prefix": {"tokens": "prefix_tokens", "encoder": "prefix_encoder"},
+}  # fmt: skip
+"""The names of settings in the checkpoints of runs, by the ``type`` of a mapping."""
+
+
+def recorded_adapter(adapter: Settings | None) -> dict[str, Any]:
+    """Return an adapter as the checkpoints of a run contain it; a resumed run must have an equal one."""
+    found: dict[str, Any] = {"lora_dropout": 0.0, "lora_targets": (), "ia3": (), "prompt_encoder_kind": "mlp"}
+    values = adapter_mapping(adapter) or {}
+    kind = values.pop("type", "")
+    found["lora_kinds"] = [name for name in ("rslora", "dora") if values.pop(name, False)]
+    if isinstance(adapter, Lora):
+        found["lora"] = adapter.rank
+        values.pop("rank", None)
+    elif isinstance(adapter, IA3):
+        found["ia3"] = ("usual",)
+    elif adapter is not None:
+        values["tokens"] = adapter.tokens
+    for setting, name in FORMER_NAMES.get(kind, {}).items():
+        if setting in values:
+            value = values.pop(setting)
+            found[name] = listed(value) if setting == "targets" else value
+    return {**found, "adapter": values or None}
+
+
 def plain_rank(adapter: Settings | None) -> int | None:
     """Return the rank of a LoRA adapter without further settings; None for other adapters."""
     return adapter.rank if isinstance(adapter, Lora) and adapter == Lora(adapter.rank) else None

@@ -18,6 +18,8 @@ from flodl.train.optim.ema import averaged_state
 from flodl.train.saving.reading import list_checkpoints, read_checkpoint
 from flodl_hf import load
 from flodl_hf.errors import ExportError
+from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
+from flodl_hf.models.adapters.settings import recorded_adapter
 from flodl_hf.training import evaluate, finetune
 from flodl_hf.training.evaluation import Evaluation
 from flodl_hf.training.job import plan_job
@@ -230,6 +232,34 @@ def test_what_changes_no_number_is_no_other_run(base: Path, ended: Path, tmp_pat
     again = plan_job(base, ROWS[:40], ROWS[40:], make_options({**BASIC, **other}))
     assert fingerprint_of(job) == fingerprint_of(again)
     assert json.loads(json.dumps(fingerprint_of(job)))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "recorded"),
+    [
+        (None, {}),
+        (Lora(4), {"lora": 4}),
+        (Lora(4, 8.0, dora=True, targets="all-linear"),
+         {"lora": 4, "lora_alpha": 8.0, "lora_kinds": ["dora"], "lora_targets": ["all-linear"]}),
+        (Lora(dropout=0.1, bias="all"), {"lora": 8, "lora_dropout": 0.1, "adapter": {"bias": "all"}}),
+        (IA3(), {"ia3": ["usual"]}),
+        (IA3(("query",), ()), {"ia3": ["query"], "adapter": {"inputs": []}}),
+        (Prompt(3, "a"), {"prompt_tokens": 3, "prompt_text": "a"}),
+        (Prompt(encoder=16, kind="lstm"),
+         {"prompt_tokens": 20, "prompt_encoder": 16, "prompt_encoder_kind": "lstm"}),
+        (Prefix(3, encoder=16), {"prefix_tokens": 3, "prefix_encoder": 16}),
+    ],
+)  # fmt: skip
+def test_checkpoints_of_earlier_versions_contain_an_equal_adapter(adapter: Any, recorded: Any) -> None:
+    usual = {"lora_dropout": 0.0, "lora_targets": [], "lora_kinds": [], "ia3": [], "prompt_encoder_kind": "mlp"}
+    found = json.loads(json.dumps(recorded_adapter(adapter)))
+    assert {name: value for name, value in found.items() if value is not None} == {**usual, **recorded}
+
+
+def test_checkpoints_of_earlier_versions_are_of_the_same_run(base: Path) -> None:
+    found = fingerprint_of(plan_job(base, ROWS[:16], None, make_options({**BASIC, "lora": 4})))
+    recorded = {"lora": 4, "adaptive_layers": False, "eval_delay": 0, "long_texts": "cut", "prompt_encoder_kind": "mlp"}
+    assert recorded.items() <= found.items()
 
 
 @pytest.mark.parametrize("table", [tagged, questions])
