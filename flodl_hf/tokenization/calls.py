@@ -391,7 +391,8 @@ def _as_batch(text: Any, pair: Any, words: bool) -> tuple[Sequence[Any], Sequenc
         pair: second text or texts in the same form, or ``None``.
         words: the texts are split into words.
     """
-    single = not isinstance(text, (list, tuple)) or (words and (not text or isinstance(text[0], str)))
+    is_list = isinstance(text, (list, tuple))
+    single = (is_list and (not text or isinstance(text[0], str))) if words else not is_list
     texts = [text] if single else text
     pairs = None if pair is None else [pair] if single else pair
     may_be_pairs = not single and not words and pair is None and len(texts)

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import threading
+from collections import UserList
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -603,6 +604,15 @@ def test_settings_that_are_set_are_used_and_saved(tokenizer: Tokenizer, tmp_path
         assert [len(ids) for ids in encoded["input_ids"]] == [6, 6]
         assert encoded["input_ids"][0][0] == tokenizer.mask_token_id
         assert encoded["input_ids"][1][-2] == tokenizer("programs")["input_ids"][-2]
+
+
+@pytest.mark.filterwarnings("ignore:is_split_into_words")
+def test_a_column_of_words_is_a_batch(tokenizer: Tokenizer) -> None:
+    words = [["Ada", "lives"], ["in"]]
+    # As a column of `datasets`: a sequence that is no list.
+    column = UserList(words)
+    found = tokenizer(column, is_split_into_words=True)
+    assert found.data == tokenizer(words, is_split_into_words=True).data
 
 
 def test_copies_through_pickle_are_equal(tokenizer: Tokenizer) -> None:
