@@ -1,11 +1,12 @@
 """The tokenizer of a folder's files: of ``tokenizer.json`` with its settings, or built from the vocabulary files.
 
-Rules of the classes are in ``classes.py``, sentencepiece models in ``pieces.py``, words that Python splits in
-``python_words.py``.
+Rules of the classes are in ``classes.py``, sentencepiece models in ``sentencepiece.py``, words that Python splits
+in ``python_words.py``.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -96,7 +97,7 @@ def read_vocab_json(data: bytes, path: str) -> dict[str, int]:
     """Return token to id from a JSON object.
 
     Raises:
-        TokenizerError: if it is not an object of distinct small numbers.
+        TokenizerError: if it is not an object of distinct small numbers, or a token occurs twice.
     """
     vocab = parse_json(data, path)
     faults = [
@@ -106,7 +107,9 @@ def read_vocab_json(data: bytes, path: str) -> dict[str, int]:
     ]
     faults += ["the object is empty"] * (not vocab)
     if not faults:
-        faults = [f"{count} tokens have id {number}" for number, count in Counter(vocab.values()).items() if count > 1]
+        tokens = Counter(token for token, _ in json.loads(data, object_pairs_hook=list))
+        faults = [f"{printable(token, 40)} occurs twice" for token, count in tokens.items() if count > 1]
+        faults += [f"{count} tokens have id {number}" for number, count in Counter(vocab.values()).items() if count > 1]
     _refuse(path, faults, f"expected distinct numbers from 0 to {_MAX_ID - 1}; fetch the file again")
     return vocab
 

@@ -234,6 +234,13 @@ def test_tokens_that_share_an_id_are_refused() -> None:
         Tokenizer.from_files({**files, "vocab.json": json.dumps(vocab).encode()}, model_type="roberta")
 
 
+def test_a_token_that_occurs_twice_is_refused() -> None:
+    files = bpe_files()
+    again = b'{"a": 400, ' + files["vocab.json"].strip()[1:]
+    with pytest.raises(TokenizerError, match="'a' occurs twice"):
+        Tokenizer.from_files({**files, "vocab.json": again}, model_type="roberta")
+
+
 @pytest.mark.parametrize(
     ("line", "number"),
     [(b"onlyone", 2), (b"a b c", 2), (b"a  b", 2), (b" a", 2), (b"zz\xc4\xa0zz qq", 2), (b"\xff a", None)],
