@@ -332,19 +332,8 @@ class Tokenizer(Calls):
     def __reduce__(self) -> tuple[Any, ...]:
         files = {"files": self._files, "folder": self._folder, "model_type": self.settings.model_type}
         arguments = {**files, "config": self._config}
-        if self._backend.by_code:
-            return _restore, (type(self), None, arguments, False)
-        # A loaded tokenizer lacks the sections for padding and truncation, from which the settings have defaults.
-        inner, sides = tokenizers.Tokenizer.from_str(self._inner.to_str()), self._backend.sides
-        pad_token = self._backend.pad_token
-        if pad_token is not None or "padding_side" in sides:
-            inner.enable_padding(
-                direction=sides.get("padding_side", "right"), pad_token=pad_token or "",
-                pad_id=0 if pad_token is None else inner.token_to_id(pad_token) or 0,
-            )  # fmt: skip
-        if "truncation_side" in sides:
-            inner.enable_truncation(1, direction=sides["truncation_side"])
-        return _restore, (type(self), inner.to_str(), arguments, self._overridden)
+        text = None if self._backend.by_code else self._inner.to_str()
+        return _restore, (type(self), text, arguments, self._backend.pad_token, self._backend.sides, self._overridden)
 
     def __deepcopy__(self, memo: Any) -> Tokenizer:
         other = object.__new__(type(self))
@@ -358,7 +347,23 @@ class Tokenizer(Calls):
         )
 
 
-def _restore(kind: type[Tokenizer], text: str | None, arguments: dict[str, Any], overridden: bool) -> Tokenizer:
+def _restore(
+    kind: type[Tokenizer],
+    text: str | None,
+    arguments: dict[str, Any],
+    pad_token: str | None,
+    sides: Mapping[str, str],
+    overridden: bool,
+) -> Tokenizer:
     if text is None:
         return kind.from_files(**arguments)
-    return kind(tokenizers.Tokenizer.from_str(text), **arguments, overridden=overridden)
+    inner = tokenizers.Tokenizer.from_str(text)
+    # A loaded tokenizer lacks the sections for padding and truncation, from which the settings have defaults.
+    if pad_token is not None or "padding_side" in sides:
+        inner.enable_padding(
+            direction=sides.get("padding_side", "right"), pad_token=pad_token or "",
+            pad_id=0 if pad_token is None else inner.token_to_id(pad_token) or 0,
+        )  # fmt: skip
+    if "truncation_side" in sides:
+        inner.enable_truncation(1, direction=sides["truncation_side"])
+    return kind(inner, **arguments, overridden=overridden)
