@@ -269,6 +269,7 @@ PLAIN = SPECIAL | {"content": "quux", "special": False, "normalized": True}
 NAMED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"additional_special_tokens": ["[E1]", "dog"]}, {}),
     ({"extra_special_tokens": ["[E1]"]}, {}),
+    ({"a_token": "[E1]", "b_token": {"__type": "AddedToken"} | SPECIAL | {"lstrip": True}}, {}),
     ({"added_tokens_decoder": {"420": PLAIN, "421": SPECIAL}}, {}),
     ({"added_tokens_decoder": {"421": SPECIAL}, "additional_special_tokens": ["quux", "[E1]"]}, {}),
     ({}, {"added_tokens.json": {"[E1]": 300, "quux": 301}}),

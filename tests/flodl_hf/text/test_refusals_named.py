@@ -147,7 +147,7 @@ def test_indices_outside_of_the_tables_are_told_by_name(tmp_path: Path) -> None:
         ({"input_ids": ids, "token_type_ids": torch.full_like(ids, 7)}, "token_type_ids contains 7"),
         ({"input_ids": ids, "position_ids": torch.full_like(ids, 99)}, "position_ids contains 99"),
         ({"input_ids": torch.full((1, 50), 5)}, "a row has 50 tokens, and the table of positions is for 40"),
-        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "expected at least one token"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "with a token in each row"),
     ):
         with pytest.raises(PredictError, match=words) as caught:
             model(**given)
