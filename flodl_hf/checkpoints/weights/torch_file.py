@@ -478,6 +478,10 @@ def _counts(values: Any) -> bool:
     return isinstance(values, tuple) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
+def _table() -> dict[str, Any]:  # not dict, which would accept and hash any arguments
+    return {}
+
+
 class _StorageClass(str):
     """A storage class of torch: the name of its number type in safetensors. No program can make one."""
 
@@ -487,7 +491,7 @@ _STORAGES = {
     "Char": "I8", "Byte": "U8", "Bool": "BOOL",
 }  # fmt: skip
 NAMES: dict[str, Any] = {
-    "collections.OrderedDict": dict,  # not dict, which would accept and hash any arguments
+    "collections.OrderedDict": _table,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     **{f"torch.{name}Storage": _StorageClass(dtype) for name, dtype in _STORAGES.items()},

@@ -345,6 +345,7 @@ BAD_PROGRAMS = {
     "a function left": b"\x80\x02ccollections\nOrderedDict\n.",
     "storage called": b"\x80\x02ctorch\nFloatStorage\n)R.",
     "arguments for a table": b"\x80\x02ccollections\nOrderedDict\nK\x01\x85R.",
+    "hashed for ever by a table": b"\x80\x02ccollections\nOrderedDict\n(]((N\x85" + b"q\x00h\x00\x86" * 200 + b"NtetR.",
     "attributes that are no table": b"\x80\x02}Nb.",
     "storage of text": b"\x80\x02" + text("storage") + b"Q.",
     "dotted name": b"\x80\x02ctorch\nstorage.os.system\n.",
