@@ -175,8 +175,8 @@ def within(act: Callable[[], R], allowed_s: Callable[[], float]) -> R:
         try:
             return done.result(min(0.5, max(0.01, began + allowed_s() - monotonic())))
         except TimeoutError:
-            if done.done():
-                raise
+            if done.done():  # with its result, or a TimeoutError of its own
+                return done.result()
             if monotonic() - began > allowed_s():
                 raise TimeoutError(f"nothing whole within {monotonic() - began:.0f} s") from None
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -144,6 +146,19 @@ def test_a_call_is_given_up_when_it_is_over_its_time(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="nothing whole"):
         within(free.wait, lambda: 0.05)
     free.set()
+
+    class Late(Future[int]):
+        """Its result arrives between the end of a wait and the question for it."""
+
+        def result(self, timeout: float | None = None) -> int:
+            if not self.done():
+                sleep(0.05)
+                raise TimeoutError
+            return super().result(timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flodl_hf.checkpoints.hub.request.Future", Late)
+        assert within(lambda: sleep(0.02) or 3, lambda: 60.0) == 3
     # more time while more of a file is there
     allowed = time_for(64 << 20, tmp_path, 10.0)
     first = allowed()
