@@ -1,9 +1,9 @@
 """Compare a folder's files with their expected sizes and SHA-256 before anything is read.
 
-Decides the source of the expected values: ``checksums.json``, which every export writes, or the names of blobs, if the
-folder is a snapshot of the Hub's cache. The list is sealed, and its seal is the folder's fingerprint, which covers all
-bytes. A list next to the files detects damage; against an attacker with write access to the folder, only a fingerprint
-stored elsewhere helps.
+Decides the source of the expected values: ``checksums.json``, which every export writes; or the names of blobs, if the
+folder is a snapshot of the Hub's cache; else the receipt of ``verify-export``. The list is sealed, and its seal is the
+folder's fingerprint, which covers all bytes. A list next to the files detects damage; against an attacker with write
+access to the folder, only a fingerprint stored elsewhere helps.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Comparison:
 
     Attributes:
         folder: the folder.
-        by: source of the expected values: "checksums.json", "the Hub's cache", or a manifest.
+        by: source of the expected values: "checksums.json", "the Hub's cache", "verification.json", or a manifest.
         fingerprint: digest over every listed byte; None if the source has none.
         files: each file.
     """
@@ -160,8 +160,10 @@ def compare_folder(
     blobs = _blobs(place)
     by, fingerprint, listed = "the Hub's cache", None, blobs
     if is_entry(place, CHECKSUMS):
-        by, (fingerprint, listed) = CHECKSUMS, _listed_in(place)
+        by, (fingerprint, listed) = CHECKSUMS, _listed_in(place, CHECKSUMS)
         listed = {**blobs, **listed}
+    elif not blobs and is_entry(place, RECEIPT):
+        by, (fingerprint, listed) = RECEIPT, _listed_in(place, RECEIPT)
     elif not blobs:
         found = "no expected checksums"
         expected = f"{CHECKSUMS}, as in exports; `flodl-hf verify {place} --write` writes it for files that you trust"
@@ -184,7 +186,7 @@ def compare_files(folder: Path, listed: Mapping[str, tuple[int, str]], by: str) 
 
 def has_truth(folder: Path) -> bool:
     """Return whether expected checksums of a folder exist."""
-    return is_entry(folder, CHECKSUMS) or bool(_blobs(folder))
+    return is_entry(folder, CHECKSUMS) or is_entry(folder, RECEIPT) or bool(_blobs(folder))
 
 
 def _states(
@@ -218,25 +220,31 @@ def reads_file(name: str) -> bool:
     return bool(matching([name], (*MODEL_FILES, *WEIGHT_PATTERNS)) or matching([inside], WEIGHT_PATTERNS))
 
 
-def _listed_in(folder: Path) -> tuple[str, dict[str, _Listed]]:
-    """Return the seal of the list of checksums, and the expected files."""
-    data = read_member(folder, CHECKSUMS, _LIMIT)
+def _listed_in(folder: Path, source: str) -> tuple[str | None, dict[str, _Listed]]:
+    """Return the seal and the expected files of the list of checksums, or those of a receipt, which has no seal."""
+    data = read_member(folder, source, _LIMIT)
     try:
-        value, fingerprint = unseal(data), json.loads(data)[SEAL]
-        if value["format"] != FORMAT:
-            raise ValueError(f"format {printable(str(value['format']), 40)} is not {FORMAT!r}")
+        if source == RECEIPT:
+            digests = json.loads(data)["facts"]["sha256"]
+            fingerprint, files = None, {name: {"sha256": digest} for name, digest in digests.items()}
+        else:
+            value, fingerprint = unseal(data), json.loads(data)[SEAL]
+            if value["format"] != FORMAT:
+                raise ValueError(f"format {printable(str(value['format']), 40)} is not {FORMAT!r}")
+            files = value["files"]
         listed = {}
-        for name, entry in value["files"].items():
+        for name, entry in files.items():
             if fault := next((fault for part in name.split("/") if (fault := plain_name_fault(part))), None):
                 raise ValueError(f"the name {printable(name, 80)} is {fault}")
             if not _SHA256.fullmatch(entry["sha256"]):
                 raise ValueError(f"found {printable(entry['sha256'], 80)}, expected a SHA-256 in hexadecimal")
-            listed[name] = _Listed(int(entry["bytes"]), entry["sha256"])
+            size = None if source == RECEIPT else int(entry["bytes"])
+            listed[name] = _Listed(size, entry["sha256"])
         return fingerprint, listed
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = f"cannot be used ({printable(str(error), 200)})"
         expected = "names, lengths and SHA-256. Fetch or export the folder again"
-        raise refused(folder / CHECKSUMS, found, expected, problems=[str(error)], file=CHECKSUMS) from None
+        raise refused(folder / source, found, expected, problems=[str(error)], file=source) from None
 
 
 def _blobs(folder: Path) -> dict[str, _Listed]:

@@ -246,6 +246,24 @@ def test_blobs_of_the_hubs_cache_are_what_their_names_say(listed: bool, saved: S
         load(place, verified=True)
 
 
+def test_the_receipt_of_verify_export_where_there_is_no_other(saved: Saved) -> None:
+    from flodl_hf.export.verify import verify_export
+
+    folder = saved("bert", HEAD)
+    checks = {check.name: check.status for check in verify_export(folder, model=load(folder)).checks}
+    assert checks["files as they were written"] == "pass"
+    (folder / CHECKSUMS).unlink()
+    assert verify(folder)[0].to_dict()["by"] == "verification.json"
+    assert [(state.name, state.status) for state in verify(folder)[0].faults] == [(CHECKSUMS, "missing")]
+    verify_export(folder, model=load(folder))
+    load(folder, verified=True)
+    flip(folder / "model.safetensors", 5000)
+    assert command(folder)[0] == 1
+    with pytest.raises(CheckpointError, match=r"model.safetensors: changed.*as verification.json says|"
+                                              r"as verification.json says.*\n.*model.safetensors: changed"):  # fmt: skip
+        load(folder, verified=True)
+
+
 def test_nothing_to_compare_with_is_status_3(tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     shutil.copytree(GOLDEN / "bert-base", folder)
