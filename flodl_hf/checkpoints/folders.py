@@ -154,14 +154,6 @@ def refused(
     return kind(f"{place}: {found}; expected {expected}", path=place, where=place, problems=problems, **details)
 
 
-_NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would hang a blocking open for ever
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
-_BINARY = getattr(os, "O_BINARY", 0)
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
-_NAME_LIMIT = 255
-
-
 # ---- safe access to the files of a folder ----------------------------------------------------------------
 
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would hang a blocking open for ever

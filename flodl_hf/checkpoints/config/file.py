@@ -9,6 +9,7 @@ import copy
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -54,16 +55,33 @@ def config_text_of(folder: Path) -> str:
         raise refused(path, found, "JSON in UTF-8", problems=["encoding"], kind=ConfigError) from None
 
 
-def read_json(text: str | bytes, path: str) -> dict[str, Any]:
-    """Return the object in ``text``; of a duplicate key the last counts, as in transformers.
+def read_json(text: str | bytes, path: str, repeated: list[str] | None = None) -> dict[str, Any]:
+    """Return the object in ``text``.
 
     Args:
         text: the JSON.
         path: its name, for messages.
+        repeated: receives duplicate keys, of which the last counts as in transformers, and permits NaN and infinities;
+            without it both are refused.
 
     Raises:
         ConfigError: too large, not UTF-8, not JSON, not an object, or nested too deeply.
     """
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+            if repeated is None:
+                raise ValueError(f"key {printable(names[0])} is present twice")
+            repeated.extend(names)
+        return found
+
+    def constant(word: str) -> float:
+        if repeated is None:
+            raise ValueError(f"{word}, which JSON does not have")
+        return float(word)
+
     try:
         if len(text) > MAX_CONFIG_BYTES:
             raise ValueError(f"{len(text)} bytes, above the limit of {MAX_CONFIG_BYTES}")
@@ -71,6 +89,8 @@ def read_json(text: str | bytes, path: str) -> dict[str, Any]:
         value = json.loads(
             text if isinstance(text, str) else text.decode("utf-8"),
             parse_int=lambda digits: int(digits) if len(digits) <= _MOST_DIGITS else float(digits),
+            parse_constant=constant,
+            object_pairs_hook=table,
         )
         if not isinstance(value, dict):
             raise ValueError(f"a JSON {type(value).__name__}")

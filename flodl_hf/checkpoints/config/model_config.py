@@ -7,6 +7,7 @@ text is stored, so that export writes it back and patches only the changes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from difflib import get_close_matches
@@ -26,7 +27,7 @@ from flodl_hf.checkpoints.config.file import (
     thresholds_of,
     without_unknown_problem,
 )
-from flodl_hf.checkpoints.folders import CONFIG_NAME, refused
+from flodl_hf.checkpoints.folders import CONFIG_NAME, WEIGHTS_KEY, refused
 from flodl_hf.checkpoints.hub.download import resolve_folder
 from flodl_hf.checkpoints.keywords import CONFIG, accept_keywords
 from flodl_hf.families import match_config, model_types, named, row_of
@@ -47,6 +48,11 @@ _OTHERS = (
     "funnel", "gliner", "gliclass", "convbert", "rembert", "ibert", "luke", "layoutlm",
 )  # fmt: skip
 _LABEL_KEYS = ("id2label", "label2id", "num_labels")
+# Keys that are read by other means than rows.
+_READ = (
+    *_LABEL_KEYS, "model_type", "architectures", "auto_map", "dtype", "torch_dtype", "initializer_range",
+    LABEL_THRESHOLDS, WEIGHTS_KEY,
+)  # fmt: skip
 
 
 @dataclass(repr=False, eq=False)
@@ -115,15 +121,17 @@ class ModelConfig:
             ConfigError: not JSON, an unknown ``model_type``, or values that are missing, wrong or not
                 understood; all faults are listed at once in ``problems``.
         """
+        repeated: list[str] = []
         return cls.from_dict(
-            read_json(text, where), where=where, text=text, ignore_config_keys=ignore_config_keys,
-            strict_config=strict_config,
+            read_json(text, where, repeated), where=where, text=text, ignore_config_keys=ignore_config_keys,
+            strict_config=strict_config, repeated=repeated,
         )  # fmt: skip
 
     @classmethod
     def from_dict(
         cls, source: Mapping[str, Any], *, where: str = "config", text: str | None = None,
         ignore_config_keys: Sequence[str] = (), strict_config: bool = False, whole: bool = False,
+        repeated: Sequence[str] = (),
     ) -> ModelConfig:  # fmt: skip
         """Return the configuration that a mapping describes; see `from_text`.
 
@@ -134,6 +142,7 @@ class ModelConfig:
             ignore_config_keys: unsupported keys to ignore.
             strict_config: as of `from_text`.
             whole: every size has to be stated.
+            repeated: duplicate keys of the text.
         """
         family = family_of(source, where)
         problems: list[str] = []
@@ -155,7 +164,16 @@ class ModelConfig:
             source, fields, problems, rows=(*family.rows, *_SHARED_ROWS), ignored_keys=ignored, foreign=FOREIGN,
             elsewhere=row_of, read=(*_LABEL_KEYS, *ignore_config_keys), overruled=overruled, strict=strict_config,
         )  # fmt: skip
+        odd = [f"{printable(key, 60)} is present twice; the last one is used" for key in dict.fromkeys(repeated)]
+        if strict_config:
+            problems += odd
+        if text is not None and ("NaN" in text or "Infinity" in text):
+            # Rows refuse such values of their keys.
+            rows = {key for row in (*family.rows, *_SHARED_ROWS) for key in (row.key, *row.aliases)}
+            others = {key: value for key, value in source.items() if key not in (*rows, *ignore_config_keys)}
+            odd += _not_finite(others, problems, strict=strict_config)
         notes += [f"{said}; it is ignored, as by transformers" for said in overruled or ()]
+        notes += odd
         notes += [f"{key}: absent, taken as {value}, as by transformers" for key, value in left_out.items()]
         if not problems:
             _consistent(fields, source, family.rows, problems)
@@ -167,7 +185,7 @@ class ModelConfig:
             raise refuse([str(fault)], where, family.model_type) from None
         return cls(
             family, encoder, labels, label_thresholds=thresholds, score_activation=activation,
-            source=dict(source), text=text, where=where, notes=notes, overruled=overruled or (),
+            source=dict(source), text=text, where=where, notes=notes, overruled=(*(overruled or ()), *odd),
             left_out=left_out, **shared,
         )  # fmt: skip
 
@@ -426,6 +444,21 @@ def family_of(source: Mapping[str, Any], name: str) -> Family:
     found = f"model_type {f'is {printable(word, 60)}' if word else 'is missing'}{hint}"
     expected = f"one of {', '.join(known)}. Similar ones can be added: flodl_hf.families.register(FAMILY)"
     raise refused(name, found, expected, problems=["model_type"], kind=ConfigError, known=known)
+
+
+def _not_finite(source: Mapping[str, Any], problems: list[str], *, strict: bool) -> list[str]:
+    """Return notes on NaN and infinities in keys that nothing reads; others are added to the problems."""
+    notes = []
+    for key, value in source.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            found = json.dumps(value) if isinstance(value, float) else "NaN or Infinity in it"
+            if strict or key in _READ:
+                problems.append(f"{printable(key, 60)}: found {found}; expected finite numbers")
+            else:
+                notes.append(f"{printable(key, 60)}: contains NaN or Infinity, and nothing reads it")
+    return notes
 
 
 def _consistent(fields: Mapping[str, Any], source: Mapping[str, Any], rows: Sequence[Row], problems: list[str]) -> None:

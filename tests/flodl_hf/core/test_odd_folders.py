@@ -112,9 +112,9 @@ ODD: dict[str, tuple[list[Change], str | None]] = {
     "another file by name": (moved("other.safetensors"), None),
     "another file, beside the usual one": ([tensors(lambda held: {k: v + 1 for k, v in held.items()}, "other.safetensors"), config(transformers_weights="other.safetensors")], None),
     "a file in a folder below": (moved("below/other.safetensors"), None),
-    "keys twice": ([begun('"vocab_size": 9999, "hidden_size": 3, ')], None),
-    "a key twice in a table": ([begun('"task_specific_params": {"a": 1, "a": 2}, ')], None),
-    "numbers that JSON does not have": ([begun('"score": NaN, "task_specific_params": {"best": [-Infinity]}, ')], None),
+    "keys twice": ([begun('"vocab_size": 9999, "hidden_size": 3, ')], "'vocab_size' is present twice; the last one is used"),
+    "a key twice in a table": ([begun('"task_specific_params": {"a": 1, "a": 2}, ')], "'a' is present twice; the last one is used"),
+    "numbers that JSON does not have": ([begun('"score": NaN, "task_specific_params": {"best": [-Infinity]}, ')], "'score': contains NaN or Infinity, and nothing reads it"),
     "shards of another name": ([sharded, config(transformers_weights="parts.safetensors.index.json")], None),
 }  # fmt: skip
 MODELS = [("bert", "sequence_classification"), ("roberta", "masked_lm"), ("modernbert", "sequence_classification")]
