@@ -188,10 +188,11 @@ def run_matrix(
     """
     check_names(checks)
     options: dict[str, Any] = {"size": size, "checks": tuple(checks), "seed": seed, "live": live}
-    todo = list(cells)
-    if jobs <= 1 or any(cell.record in registered() for cell in todo):
-        for cell in todo:
-            yield run_cell(cell, **options)
+    todo, own = list(cells), registered()
+    for cell in [cell for cell in todo if jobs <= 1 or cell.record in own]:
+        yield run_cell(cell, **options)
+    todo = [cell for cell in todo if cell.record not in own]
+    if jobs <= 1 or not todo:
         return
     # Fresh interpreters: torch's thread pools do not survive a fork.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_share, initargs=(jobs,)) as pool:

@@ -187,14 +187,14 @@ class Lora:
     def __post_init__(self) -> None:
         tokens = self.trainable_token_indices
         ids = [i for some in (tokens.values() if isinstance(tokens, Mapping) else (tokens,)) for i in some]
-        alphas = [alpha for alpha in (self.alpha, *self.alphas.values()) if alpha is not None]
         _check(
             self,
             f"a rank from 1 to {MOST_RANK:,}, a finite alpha, a dropout from 0 to below 1, names of projections, "
             f"a bias of {', '.join(BIASES)}, no lora_bias with dora, and ids from 0",
             rank=_is_count(self.rank),
             ranks=all(map(_is_count, self.ranks.values())),
-            alpha=all(map(_is_number, alphas)),
+            alpha=self.alpha is None or _is_number(self.alpha),
+            alphas=all(map(_is_number, self.alphas.values())),
             dropout=_is_number(self.dropout) and 0 <= self.dropout < 1,
             targets=_are_names(self.targets),
             rslora=isinstance(self.rslora, bool),

@@ -149,6 +149,8 @@ def test_a_folder_without_its_head_is_refused_where_answers_would_be_random(fold
         ({"target_modules": "(a+)+$"}, "target_modules"),
         ({"lora_alpha": None}, "lora_alpha"),
         ({"lora_alpha": float("nan")}, "NaN"),
+        ({"alpha_pattern": {"query": None}}, "alpha_pattern"),
+        ({"alpha_pattern": {"query": "3"}}, "alpha_pattern"),
     ],
 )
 def test_settings_that_change_numbers_are_refused_by_name(folder: Path, change: dict[str, Any], problem: str) -> None:
