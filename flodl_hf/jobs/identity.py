@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flodl_hf.nn.prompts import PromptedEmbedding
+
 RUNNING = frozenset((
     "devices", "device", "batch_size", "token_budget", "window", "progress", "weights", "revision", "local_files_only",
     "head", "part_rows", "overwrite", "on_progress", "should_stop", "untrained", "model", "source", "target",
@@ -134,7 +136,7 @@ def _adapter_settings(graph: nn.Module) -> dict[str, Any]:
     return {
         f"{path}.{name}": value
         for path, module in graph.named_modules()
-        if type(module).__module__ in ("flodl_hf.nn.adapter_layers", "flodl_hf.nn.prompts")
+        if type(module).__module__ == "flodl_hf.nn.adapter_layers" or type(module) is PromptedEmbedding
         for name, value in sorted(vars(module).items())
         if not name.startswith("_")
         and name not in ("training", "dropout")

@@ -106,6 +106,10 @@ class RowsPart(nn.Module):
         with torch.no_grad():
             return weight.index_copy(0, self.ids.to(weight.device), self.rows.to(weight))
 
+    def extra_repr(self) -> str:
+        """Show how many there are in ``print(model)``."""
+        return f"rows={len(self.rows)}"
+
 
 class AdaptedEmbedding(nn.Embedding):
     """An embedding table with a part; its weight keeps the table's parameter and name.
@@ -317,6 +321,10 @@ class ScalePart(nn.Module):
         if bias is None or self.on_input or self.spares_bias:
             return bias
         return (bias.detach().double() * self.scales.detach().double()).to(bias.dtype)
+
+    def extra_repr(self) -> str:
+        """Show which side is scaled in ``print(model)``."""
+        return "on_input" if self.on_input else "on_output"
 
 
 class ScaledLinear(nn.Linear):

@@ -353,7 +353,7 @@ def _unflatten(tensors: Iterable[Tensor], context: tuple[Any, ...]) -> Packed:
     lengths, longest, real, given = context
     offsets, *rest = tensors
     optional: dict[str, Any] = dict(zip(given, rest, strict=True))
-    return Packed(offsets, tuple(lengths), longest, real=real, **optional)
+    return Packed(offsets, lengths, longest, real=real, **optional)
 
 
 # Registered so that graphs which take a layout can be exported and traced: its tensors are leaves.
@@ -371,7 +371,7 @@ pytree.register_pytree_node(
     _unflatten,
     serialized_type_name="flodl_hf.Packed",
     to_dumpable_context=list,
-    from_dumpable_context=tuple,
+    from_dumpable_context=lambda context: (tuple(context[0]), *context[1:3], tuple(context[3])),
 )
 
 CHUNK_ROWS = 4096

@@ -42,6 +42,10 @@ class PromptPart(nn.Module):
         """Return the vectors as the model reads them, ``(count, width)``."""
         return self.vectors if self.encoder is None else self.encoder(self.vectors)
 
+    def extra_repr(self) -> str:
+        """Show how many there are in ``print(model)``."""
+        return f"tokens={len(self.vectors)}"
+
 
 class BiLstmEncoder(nn.Module):
     """Vectors read by an LSTM from both ends, in two layers, and two linear layers behind it.
@@ -86,15 +90,16 @@ class PromptedEmbedding(nn.Embedding):
     Args:
         words: the table, which stays as it is.
         part: the vectors.
-
-    Attributes:
-        count: number of virtual tokens before each text.
     """
 
     def __init__(self, words: nn.Embedding, part: PromptPart) -> None:
         stand_in_for(self, words)
         self.prompt = part
-        self.count = len(part.vectors)
+
+    @property
+    def count(self) -> int:
+        """Number of virtual tokens before each text."""
+        return len(self.prompt.vectors)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of ids, virtual tokens included."""
@@ -137,6 +142,10 @@ class PrefixPart(nn.Module):
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values as the layer reads them."""
         return self.keys, self.values
+
+    def extra_repr(self) -> str:
+        """Show how many there are in ``print(model)``."""
+        return f"tokens={len(self.keys_and_values()[0])}"
 
 
 class PrefixMaker(nn.Module):

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from adapted_models import moved  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file, save_file
 
 from flodl.errors import CheckpointError, ConfigError
 from flodl_hf import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, load
 from flodl_hf.errors import PredictError
+from flodl_hf.jobs.identity import _adapter_settings
 from flodl_hf.models.adapters import Lora, Prefix, Prompt
 from flodl_hf.nn.layout import Packed, Padded
 from flodl_hf.parity.cell import Bench, Cell, all_cells
@@ -54,6 +56,12 @@ def test_they_and_the_head_alone_learn_and_the_base_stays(base: Path, led: Any, 
         assert torch.equal(value, plain.state_dict()[name])
     assert torch.equal(logits(led), logits(plain))
     assert led.max_tokens == plain.max_tokens
+
+
+def test_they_are_printed_and_add_no_settings_to_the_identity_of_a_job(led: Any, kind: str) -> None:
+    assert "tokens=3" in repr(led.graph)
+    found = {name.rpartition(".")[2] for name in _adapter_settings(led.graph)}
+    assert found.isdisjoint({"count", "implementation", "num_heads"}) if kind == "prompt" else not found
 
 
 def test_a_prompt_is_embeddings_before_those_of_the_words(base: Path) -> None:
@@ -161,6 +169,11 @@ def test_vectors_are_those_that_were_trained(base: Path, kind: str, tmp_path: Pa
     trained = torch.cat([each.view(-1, each.shape[-1]) for each in seen])
     assert torch.allclose((trained @ found.T).amax(1), torch.ones(len(trained)), atol=1e-4)
     assert model.active_adapter is not None
+
+
+def test_a_written_structure_of_a_packed_layout_is_the_same() -> None:
+    spec = pytree.tree_structure(Packed.of([3, 1]))
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
 
 
 def test_layouts_agree_on_what_stands_before() -> None:
