@@ -45,7 +45,8 @@ _SHARED_ROWS = (
 # Names from other libraries that are not misspellings of ours.
 _OTHERS = (
     "xlnet", "longformer", "big-bird", "xlm", "neobert", "mobilebert", "megatron-bert", "squeezebert", "flaubert",
-    "funnel", "gliner", "gliclass", "convbert", "rembert", "ibert", "luke", "layoutlm",
+    "funnel", "gliner", "gliclass", "convbert", "rembert", "ibert", "luke", "layoutlm", "gpt2",
+    "t5", "bart", "llama", "qwen2",
 )  # fmt: skip
 _LABEL_KEYS = ("id2label", "label2id", "num_labels")
 # Keys that are read by other means than rows.
@@ -439,8 +440,9 @@ def family_of(source: Mapping[str, Any], name: str) -> Family:
         return family
     known = model_types()
     word = "" if model_type is None else str(model_type)
-    close = [] if word.replace("_", "-") in _OTHERS else get_close_matches(word, known, n=1, cutoff=0.8)
-    hint = f", did you mean {close[0]!r}?" if close else ""
+    is_other = word.replace("_", "-") in _OTHERS
+    close = [] if is_other else get_close_matches(word, known, n=1, cutoff=0.8)
+    hint = f", did you mean {close[0]!r}?" if close else ", another architecture" if is_other else ""
     found = f"model_type {f'is {printable(word, 60)}' if word else 'is missing'}{hint}"
     expected = f"one of {', '.join(known)}. Similar ones can be added: flodl_hf.families.register(FAMILY)"
     raise refused(name, found, expected, problems=["model_type"], kind=ConfigError, known=known)
