@@ -156,7 +156,7 @@ class ChoiceTask(Task):
         if len(given) == 1 and isinstance(given[0], Mapping):
             keys = list(map(str, given[0].get("label") or ()))
             given = [given[0].get("text")]
-        texts: list[Any] = given if len(given) > 1 else list(given[0] or ())
+        texts: list[Any] = given if len(given) > 1 else list(given[0]) if isinstance(given[0], (list, tuple)) else []
         prompt, stem = row.get(columns.prompt), "" if columns.stem is None else row.get(columns.stem)
         if not isinstance(prompt, str) or not isinstance(stem, str):
             raise DataError(f"found a {type(prompt if isinstance(stem, str) else stem).__name__}, no text")

@@ -264,7 +264,7 @@ class Tables:
         known = {cell for part in cells.values() for cell in part if not isinstance(cell, (list, tuple, dict))}
         is_declared = any(column in rows.classes for rows in tables.values())
         # -1, 0, 1 and perhaps further integers
-        whole = all(isinstance(cell, (int, float)) and cell == int(cell) for cell in known)
+        whole = all(isinstance(cell, (int, float)) and cell % 1 == 0 for cell in known)
         is_numbered = whole and known >= {0, 1} and min(known) == UNLABELLED
         if UNLABELLED not in known or not (is_declared or is_numbered):
             return

@@ -380,7 +380,8 @@ def _weights(options: Options, task: Task, rows: EncodedRows) -> tuple[float, ..
         counts = task.label_counts(rows) or []
         return tuple(sum(counts) / (len(counts) * n) if n else 0.0 for n in counts)
     if isinstance(given, Mapping):
-        given = [given.get(name, 1.0) for name in names]
+        by_name = {str(name): weight for name, weight in given.items()}
+        given = [by_name.get(name, 1.0) for name in names]
     return tuple(float(w) for w in given)
 
 

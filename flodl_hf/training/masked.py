@@ -129,15 +129,21 @@ class CollateShares(CollateRows):
 
     def _of_step(self, position: Where) -> tuple[int, int]:
         """Return the number of tokens or rows of the step that a batch is part of, and of masked tokens."""
-        known, first = self._known, position.number // self.accumulate
-        if known.get("epoch") != position.epoch:
-            known.update(epoch=position.epoch, plan=self.batches.plan(position.epoch), step=None)
-        if known["step"] != (position.seed, first):
-            step = range(first * self.accumulate, min((first + 1) * self.accumulate, len(known["plan"])))
-            rows = np.concatenate([known["plan"][i] for i in step])
+        first = position.number // self.accumulate
+        # Entries are replaced as a whole: several threads may make batches.
+        epoch, plan = self._known.get("plan", (None, None))
+        if epoch != position.epoch:
+            plan = self.batches.plan(position.epoch)
+            self._known["plan"] = position.epoch, plan
+        key = position.seed, position.epoch, first
+        known, counts = self._known.get("step", (None, (0, 0)))
+        if known != key:
+            step = range(first * self.accumulate, min((first + 1) * self.accumulate, len(plan)))
+            rows = np.concatenate([plan[i] for i in step])
             items = len(rows) if self.by_rows else int(self.rows.lengths[rows].sum())
-            known.update(step=(position.seed, first), counts=(items, self.masked(position, rows)))
-        return known["counts"]
+            counts = items, self.masked(position, rows)
+            self._known["step"] = key, counts
+        return counts
 
     def masked(self, position: Where, rows: NDArray[np.int64]) -> int:
         """Return the number of masked tokens of some rows."""

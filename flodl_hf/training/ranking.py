@@ -142,9 +142,13 @@ def _of_lists(
         if not are_texts or counts[0] != counts[1] or not isinstance(row[question], str):
             wrong.append(f"row {i}: {counts[0]} documents, {counts[1]} labels")
             continue
-        found.append(Candidates(row[question], tuple(texts or ()), tuple(map(float, labels or ()))))
-        if not np.isfinite(found[-1].grades).all():
+        try:
+            found.append(Candidates(row[question], tuple(texts or ()), tuple(map(float, labels or ()))))
+        except (TypeError, ValueError):
             wrong.append(f"row {i}: labels that are no numbers")
+            continue
+        if not np.isfinite(found[-1].grades).all():
+            wrong.append(f"row {i}: labels that are no finite numbers")
     refuse_rows(
         source, "rank: rows that are no lists", wrong,
         f"in each a question, a list of documents ({documents!r}) and as many numbers ({label!r})",

@@ -358,7 +358,7 @@ def label_faults(task: Any, options: Any) -> list[str]:
         return [*problems, "class_weights: regression takes none; leave it out"]
     if isinstance(given, str) and given == "balanced":
         return problems
-    strange = sorted(set(given) - set(names)) if isinstance(given, Mapping) else []
+    strange = [str(name) for name in given if str(name) not in names] if isinstance(given, Mapping) else []
     if strange:
         return [*problems, f"class_weights: {strange} are no labels; expected some of {names[:20]}"]
     weights = list(given.values() if isinstance(given, Mapping) else given if hasattr(given, "__len__") else ())

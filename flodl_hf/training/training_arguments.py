@@ -235,6 +235,14 @@ REFUSED = {
 """Names with another meaning here, and the replacement."""
 
 
+FORMER: dict[str, Any] = {
+    "adaptive_layers": False, "allow_change": [], "capture": True, "ema_warmup": True, "eval_delay": 0,
+    "eval_start": False, "fused": True, "ia3": [], "log_every": 20, "lora_dropout": 0.0, "lora_kinds": [],
+    "lora_targets": [], "prompt_encoder_kind": "mlp", "rules": [], "watch": [],
+}  # fmt: skip
+"""Options that recipes of earlier versions contain, with their default, which is the behaviour now."""
+
+
 def translated(options: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return options with our names, and the problems of transformers' names.
 
@@ -245,7 +253,9 @@ def translated(options: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[di
     origin: dict[str, str] = {}
     problems: list[str] = []
     for name, value in options.items():
-        if name in INERT:
+        # Recipes of denoising runs had fused: false.
+        denoises = name == "fused" and str(options.get("vector_loss")).startswith("Denoising")
+        if name in INERT or denoises or (name in FORMER and value in (None, FORMER[name])):
             continue
         if name == "batch_size" and value == "auto":
             problems.append(
@@ -276,6 +286,8 @@ def _ours(name: str, value: Any, options: Mapping[str, Any]) -> Found:
             value = PRECISION_SPELLINGS.get(word, word)
         elif name == "max_steps" and value == -1:
             value = None
+        elif name == "long_texts" and value == "cut":  # in recipes of earlier versions
+            value = "truncate"
         return {} if name == "gradient_checkpointing" and value is None else {name: value}
     conversion = TAKEN[name]
     if isinstance(conversion, str):

@@ -104,6 +104,10 @@ def with_settings(kind: Any, settings: Mapping[str, Any], *first: Any) -> Any:
         ConfigError: there is no such setting, or a value cannot be; ``problems`` lists all.
     """
     values, problems = read_settings(settings, {f.name: f.default for f in fields(kind)[len(first) :]})
+    for f in fields(kind):
+        word = {type(None): "None", float: "float"}.get(type(values.get(f.name, ())), "")
+        if word not in str(f.type):
+            problems.append(f"{f.name}: found {values[f.name]}; expected {f.type}")
     if not problems:
         made = kind(*first, **values)
         problems = made.faults()

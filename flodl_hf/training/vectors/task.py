@@ -12,6 +12,7 @@ import numpy as np
 
 from flodl.errors import ConfigError, DataError
 from flodl_hf.checkpoints.sentence.recipe import SentenceTransformerConfig
+from flodl_hf.errors import PredictError
 from flodl_hf.inference.pooling import check_pooling
 from flodl_hf.training.losses import CACHED, LOSSES, USUAL, AdaptiveLayerLoss, MatryoshkaLoss, loss_named, make_loss
 from flodl_hf.training.losses.pairs import MSELoss
@@ -224,8 +225,11 @@ class EmbeddingTask(Task):
         """
         options, before = self.options, model.sentence_recipe
         names: Any = tuple(options.pooling.split("+")) if options.pooling else before.pooling if before else ("mean",)
-        check_pooling(names)
         problems = []
+        try:
+            check_pooling(names)
+        except PredictError as fault:
+            problems.append(f"pooling: {fault}")
         if before is not None:
             further = before.splade is not None or before.late is not None or before.changes_states
             if before.routes:

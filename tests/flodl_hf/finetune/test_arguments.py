@@ -12,7 +12,7 @@ from finetune_tables import TABLES, labelled, sentences
 
 import flodl
 import flodl_hf
-from flodl.errors import ConfigError
+from flodl.errors import ConfigError, DataError
 from flodl_hf import load
 from flodl_hf.models.adapters import IA3, Lora, Prefix, Prompt
 from flodl_hf.models.encoder_model import EncoderModel
@@ -320,3 +320,39 @@ def test_what_is_decided_for_the_user_is_a_warning(case: str, base: Path) -> Non
     notes = plan_job(base, rows, None, make_options({"batch_size": 8, **options})).notes
     assert len(notes) == (1 if named else 0), notes
     assert all(named in note for note in notes)
+
+
+MENU = [{"question": f"what is {i}", "choices": ["one", "two"], "answer": i % 2} for i in range(8)]
+LISTED = [{"query": f"film {i}", "docs": ["one", "two"], "labels": [1, 0]} for i in range(8)]
+CLASSED = [{"sentence": f"film {i}", "label": float(i % 2)} for i in range(8)]
+NUMBERED = [{"text": f"film {i}", "label": i % 2} for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([*LISTED, {**LISTED[0], "labels": [1, "x"]}], {"task": "rank", "loss": "ListNetLoss"}, "row 8: labels"),
+        ([*CLASSED, {**CLASSED[0], "label": float("nan")}], {"task": "embedding"}, "no label in 1 of 9 rows"),
+        (NUMBERED, {"class_weights": {0: 1.0, "x": 2.0}}, "'x'"),
+        (PAIRS, {"loss_options": {"scale": None}}, "scale"),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(rows: Any, options: Any, message: str, base: Path) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        finetune(base, train=rows, **options)
+
+
+def test_class_weights_may_be_named_by_numbers(base: Path) -> None:
+    from flodl_hf.training.job import plan_job
+    from flodl_hf.training.options import make_options
+
+    job = plan_job(base, NUMBERED, None, make_options({"class_weights": {0: 1.0, 1: 2.0}, "labels": ["0", "1"]}))
+    assert job.objective.weights == (1.0, 2.0)
+
+
+def test_a_text_is_no_list_of_choices() -> None:
+    from flodl_hf.training.choices import ChoiceTask, choice_columns
+
+    columns: Any = choice_columns(MENU[0])
+    with pytest.raises(DataError, match="0 choices"):
+        ChoiceTask(columns)._read({**MENU[0], "choices": "abc"})

@@ -87,6 +87,15 @@ def test_recipes_describe_the_adapter() -> None:
         make_options({"lora": 4, "adapter": IA3()})
 
 
+def test_recipes_of_earlier_versions_may_have_former_options_with_their_defaults() -> None:
+    former = {"fused": True, "capture": True, "log_every": 20, "watch": [], "eval_delay": 0, "lora_dropout": 0.0}
+    assert make_options({**former, "long_texts": "cut", "epochs": 2}) == make_options({"epochs": 2})
+    assert make_options({"vector_loss": "DenoisingAutoEncoderLoss", "fused": False}).vector_loss
+    for name, value in (("fused", False), ("log_every", 5), ("lora_dropout", 0.1)):
+        with pytest.raises(ConfigError, match=name):
+            make_options({name: value})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "kept"),
     [

@@ -28,7 +28,7 @@ SAID_TO_PROGRAMS = {
     **dict.fromkeys(("threshold",), "of calls in the card, which are Python"),
     **dict.fromkeys(("scale", "margin", "directions", "power", "decay"), "what a map of an option holds"),
     **dict.fromkeys(("size", "query_length", "document_length", "expanded", "attended", "punctuation"), "the same"),
-    **dict.fromkeys(("text", "kind", "format"), "a bit of a map; taken out of what others say"),
+    **dict.fromkeys(("text", "format"), "a bit of a map; taken out of what others say"),
     **dict.fromkeys(("allow_change",), "of the Trainer, replaced by resume="),
 }
 """Words before ``=`` in this room that are no options, and why they may stay."""
