@@ -246,7 +246,14 @@ _SUMMARY = "texts ranked by relevance for a query"
 
 
 async def _ranked(request: Request, name: str) -> list[tuple[str, Any, bool]]:
-    """Return the text, the result, and whether it is of an empty input, of each text of a field, best first."""
+    """Return the text, the result, and whether it is of an empty input, of each text of a field, best first.
+
+    Raises:
+        RefusedError: the query or the field is missing, or the field is empty.
+    """
+    for needed in ("query", name):
+        if request.fields[needed] is None:
+            raise RefusedError(f"{needed} is missing, expected it for a ranking", "field", param=needed)
     query, texts = request.fields["query"], request.fields[name]
     if not texts:
         raise RefusedError(f"{name} is empty, expected at least one", "empty", param=name)
@@ -262,9 +269,6 @@ async def rank_texts(request: Request) -> Response:
     Raises:
         RefusedError: query or texts are missing.
     """
-    for name in ("query", "texts"):
-        if request.fields[name] is None:
-            raise RefusedError(f"{name} is missing, expected it for a ranking", "field", param=name)
     rows = []
     for text, one, empty in await _ranked(request, "texts"):
         row = {"index": one["index"], "score": one["score"]}

@@ -303,6 +303,7 @@ def test_of_too_many_inputs_none_is_looked_at(http: Any, path: str, body: dict[s
         ("/embed", {"inputs": [[1], [2, 0.5]]}, 422, "inputs: entry 1 is [2, 0.5], expected"),
         ("/embed", {"inputs": [[1], 5]}, 422, "inputs is [[1], 5], expected"),
         ("/v1/answer", {"inputs": [{"question": "a", "context": "b"}, {"question": "a"}]}, 422, "inputs: entry 1 is"),
+        ("/rerank", {"documents": ["a"], "model": "ranker"}, 422, "query is missing, expected it"),
         ("/embed/", {}, 404, "did you mean '/embed'?"),
         ("/health", {}, 405, "/health: found method POST, expected GET"),
         ("/embed", {"inputs": 3}, 422, "expected a string"),
