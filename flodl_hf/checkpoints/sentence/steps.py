@@ -222,8 +222,8 @@ def _dense(settings: dict[str, Any], tensors: Mapping[str, Tensor], where: Path)
     path = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = activation_at(path)
     if activation is None:
-        expected = f"a class of torch.nn without settings: {', '.join(ACTIVATIONS)}"
-        raise refuse_setting(where, "activation_function", path, expected)
+        classes = f"a class of torch.nn without settings: {', '.join(ACTIVATIONS)}"
+        raise refuse_setting(where, "activation_function", path, classes)
     found = {name: tensor.float() for name, tensor in tensors.items()}
     weight, residual = found.get("linear.weight"), settings.get("use_residual") is True
     rows, columns = (None, None) if weight is None or weight.dim() != 2 else weight.shape
