@@ -8,7 +8,6 @@ hub     Hugging Face Inference API, and this library's own routes
 
 from __future__ import annotations
 
-from flodl_hf.serving.routes import hub, openai, tei
-from flodl_hf.serving.routes.route import ROUTES
-
-__all__ = ["ROUTES", "hub", "openai", "tei"]
+# Each module adds its routes to the table when it is imported.
+from flodl_hf.serving.routes import hub, openai, tei  # noqa: F401
+from flodl_hf.serving.routes.route import ROUTES as ROUTES
