@@ -247,7 +247,8 @@ def test_empty_texts_have_the_labels_that_the_model_gives_them(blank: str, make:
     expected = padded(model, blank).softmax(-1).tolist()
     assert sorted((one.score for one in alone), reverse=True) == pytest.approx(sorted(expected, reverse=True), abs=1e-6)
     assert alone.empty
-    assert model.predict({"text": blank, "text_pair": "the cat"}) == found[1]
+    # Alone as well, because a row may differ in its last bit from the same row in a larger batch.
+    assert model.predict({"text": blank, "text_pair": "the cat"}) == model.predict([(blank, "the cat")])[0]
     assert model.zero_shot(blank, ["cats", "dogs"]).empty
     assert len(model.zero_shot(blank, ["cats", "dogs"])) == 2
 
