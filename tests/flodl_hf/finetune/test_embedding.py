@@ -374,7 +374,8 @@ def test_prompts_are_those_of_sentence_transformers(form: str, kind: str, with_p
     result = finetune(with_prompts, train=data, eval=data, **still, prompts=prompts)
     assert result.losses == pytest.approx([OF_TRAINER[form, kind]], abs=2e-6)
     assert result.metrics["eval_loss"] == pytest.approx(OF_TRAINER[form, kind], abs=2e-6)
-    assert {name: result.metrics[name] for name in OF_EVALUATORS[form]} == pytest.approx(OF_EVALUATORS[form], abs=1e-6)
+    # Recorded on another processor, whose products differ in their last bits.
+    assert {name: result.metrics[name] for name in OF_EVALUATORS[form]} == pytest.approx(OF_EVALUATORS[form], abs=5e-6)
 
 
 @pytest.mark.parametrize("task", ["embedding", "sparse"])
