@@ -93,14 +93,3 @@ def test_an_empty_group_says_no():
 def test_values_know_their_epochs():
     assert Trend([5, 6]).by_epoch() == {0: 5, 1: 6}
     assert Trend([5, 6], "a", [1, 3]).by_epoch() == {1: 5, 3: 6}
-
-
-def test_documented_names_of_the_former_package_warn():
-    from flodl import monitor, observe
-    from flodl.monitor.conditions import RuleContext
-
-    for name in ("stalled", "look_at", "log"):
-        with pytest.warns(DeprecationWarning, match="flodl.monitor"):
-            assert getattr(observe, name) is getattr(monitor, name)
-    with pytest.warns(DeprecationWarning, match="flodl.monitor"):
-        assert observe.Outlook is RuleContext

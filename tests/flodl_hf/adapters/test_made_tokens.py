@@ -51,7 +51,7 @@ def test_an_lstm_of_plain_operations_is_torchs() -> None:
     torch.manual_seed(0)
     network, vectors = BiLstmEncoder(6, 5), torch.randn(4, 6)
     parameters = list(network.reader.parameters())
-    right, found = network.reader(vectors)[0], network.read(vectors)
+    right, found = network.head(network.reader(vectors)[0]), network(vectors)
     assert torch.allclose(found, right, rtol=0, atol=1e-6)
     for a, b in zip(
         torch.autograd.grad(found.square().sum(), parameters),
