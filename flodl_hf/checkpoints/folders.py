@@ -193,7 +193,7 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
 
 
 def _outside(link: Path, target: Path) -> FlodlError:
-    expected = "a file of the folder, or of the blobs of a Hub cache"
+    expected = "a file of the folder, or of the blobs of a Hub cache. Copy it there"
     found, problems = f"leads to {target}, outside the folder", [f"link to {target}"]
     return refused(link, found, expected, problems=problems, kind=UnsafeFileError, target=str(target))
 

@@ -113,7 +113,7 @@ def test_export_keeps_them_and_another_training_does_not(tuned: FinetuneResult, 
     assert later.tuned is None
     assert later.model.config.label_thresholds is None
     assert "label_thresholds" not in (tmp_path / "later" / "config.json").read_text("utf-8")
-    with pytest.raises(PredictError, match="stores none"):
+    with pytest.raises(PredictError, match="tuned"):
         later.model.predict("x", threshold="tuned")
 
 
