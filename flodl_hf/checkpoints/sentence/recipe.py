@@ -406,6 +406,9 @@ def _splade(root: Path, name: str) -> SpladePooling:
 
 def _pooling(root: Path, name: str) -> tuple[Any, ...]:
     settings = settings_in(root, name, _POOLING_KEYS)
+    for key in POOLINGS:
+        if not isinstance(settings.get(key, False), bool):
+            raise wrong(root / name, f"{key} is {shown(settings[key], 60)}", "true or false")
     stated = settings.get("pooling_mode") or [name for key, name in POOLINGS.items() if settings.get(key)] or ["mean"]
     names = stated if isinstance(stated, list) else [stated]
     found = tuple(_NEWPOOLINGS.get(name, name) if isinstance(name, str) else "" for name in names)
