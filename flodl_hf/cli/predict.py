@@ -170,7 +170,7 @@ def command(
     if timing:
         say_timing({"import": imported - STARTED, "load": ready - imported, "predict": time.perf_counter() - ready})
     if page is not None:
-        from flodl_hf.training.report.charts import write_page
+        from flodl_hf.training.report.answers import write_page
 
         write_page(page, model, drawn)
         say(f"drawn in {page}")

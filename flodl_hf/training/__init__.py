@@ -17,7 +17,8 @@ from flodl_hf.training.options import Options
 
 if TYPE_CHECKING:
     from flodl_hf.inference.evaluation_result import EvaluationResult
-    from flodl_hf.training.evaluate_model import DryRun, dry_run, evaluate, find_lr
+    from flodl_hf.training.dry_runs import DryRun, dry_run, find_lr
+    from flodl_hf.training.evaluate_model import evaluate
     from flodl_hf.training.result import FinetuneResult
     from flodl_hf.training.run import finetune
 
@@ -34,12 +35,12 @@ __all__ = [
 
 
 _MODULES = {
-    "DryRun": "training.evaluate_model",
+    "DryRun": "training.dry_runs",
     "EvaluationResult": "inference.evaluation_result",
     "FinetuneResult": "training.result",
-    "dry_run": "training.evaluate_model",
+    "dry_run": "training.dry_runs",
     "evaluate": "training.evaluate_model",
-    "find_lr": "training.evaluate_model",
+    "find_lr": "training.dry_runs",
     "finetune": "training.run",
 }
 

@@ -197,7 +197,7 @@ def read_step(root: Path, kind: str, module: Mapping[str, Any]) -> tuple[Layer, 
         out = settings.get("out_channels", 256)
         for place, width in enumerate(widths):
             shapes |= {f"convs.{place}.weight": (out, inside, width), f"convs.{place}.bias": (out,)}
-        size = out * len(widths)
+        size = out * len(widths) if type(out) is int else None  # another type fits no tensor
     elif kind == "WeightedLayerPooling":
         start, layers = settings.get("layer_start", 4), settings.get("num_hidden_layers", 12)
         if type(start) is not int or type(layers) is not int or not 0 <= start <= layers:

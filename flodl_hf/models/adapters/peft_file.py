@@ -31,6 +31,7 @@ FIELDS |= {name: name for name in ("bias", "lora_bias", "trainable_token_indices
 """Fields of `Lora` by the names of peft."""
 VIRTUAL = {"PROMPT_TUNING": Prompt, "P_TUNING": Prompt, "PREFIX_TUNING": Prefix}
 _PLACES = ("target_modules", "exclude_modules")
+_SELECTING = (*_PLACES, "modules_to_save", "layers_to_transform")
 _TOKENS = (
     *("num_virtual_tokens", "num_transformer_submodules", "token_dim", "num_attention_heads", "num_layers"),
     # How virtual tokens were initialised, and which network produced them in training; files contain its output.
@@ -140,8 +141,8 @@ def targeted(values: Mapping[str, Any], modules: Iterable[str], file: str) -> se
     excluded = values.get("exclude_modules") or ()
     whole = values.get("modules_to_save") or ()
     layers, below = values.get("layers_to_transform"), values.get("layers_pattern") or ()
-    numbers = None if layers is None or layers == [] else {layers} if isinstance(layers, int) else set(layers)
     try:
+        numbers = None if layers is None or layers == [] else {layers} if isinstance(layers, int) else set(layers)
         return {
             path
             for path in modules
@@ -150,12 +151,12 @@ def targeted(values: Mapping[str, Any], modules: Iterable[str], file: str) -> se
             and _matches(wanted, path)
             and (isinstance(wanted, str) or numbers is None or _layer(path, listed(below)) in numbers)
         }
-    except re.error as fault:
+    except (re.error, TypeError) as fault:
         raise ConfigError(
-            f"{file}: target_modules or exclude_modules: {fault}; expected a pattern or a list of names; correct it, "
-            "or name the projections in a list",
+            f"{file}: {' or '.join(_SELECTING)}: {fault}; expected a pattern, or a list of names or numbers. "
+            "Correct it, or name the projections in target_modules",
             where=file,
-            problems=["target_modules"],
+            problems=list(_SELECTING),
         ) from None
 
 

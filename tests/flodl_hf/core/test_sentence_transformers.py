@@ -243,6 +243,15 @@ def test_a_setting_that_cannot_be_applied_is_refused(
     assert (caught.value.details["key"], caught.value.details["value"]) == (key, value)
 
 
+@pytest.mark.parametrize("wrong", [{"out_channels": None}, {"kernel_sizes": [2, 3]}, {"stride_sizes": [1, 2]}], ids=str)
+def test_convolutions_that_contradict_their_tensors_are_refused(wrong: dict[str, Any], saved: Saved) -> None:
+    cnn = (VECTORS + "cnn.CNN", drawn("cnn_config.json", CNN | wrong, **CONVOLUTIONS))
+    folder = write(saved("bert"), chained(cnn, (POOLING[0], {"config.json": MEAN | {"embedding_dimension": 8}})))
+    with pytest.raises(ConfigError) as caught:
+        load(folder)
+    assert caught.value.details["where"] == str(folder / "1_CNN" / "cnn_config.json")
+
+
 def test_a_hidden_state_that_the_model_lacks_is_refused_for_its_folder(saved: Saved) -> None:
     folder = write(saved("bert"), chained(POOLING, bounds=output(["hidden_states", 9])))
     with pytest.raises(ConfigError, match=r"found hidden state 9.* Correct it") as caught:
