@@ -448,7 +448,7 @@ def errors_page() -> str:
 
 def routes_page() -> str:
     """Return the fields of each path of the server."""
-    from flodl_hf.serving.routes import ROUTES
+    from flodl_hf.serving.routes.route import ROUTES
 
     parts = []
     for route in ROUTES:

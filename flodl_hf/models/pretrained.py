@@ -62,6 +62,7 @@ from flodl_hf.nn.attention import check_implementation
 from flodl_hf.nn.joined_tensors import as_whole, parts_from
 
 if TYPE_CHECKING:
+    from flodl_hf.inference.cuda_warmup import Warming
     from flodl_hf.models.adapters.folder import AdapterFolder
     from flodl_hf.tokenization.tokenizer import Tokenizer
 
@@ -154,11 +155,8 @@ def _load(
     adapter: AdapterFolder | None = None,
 ) -> ModelT:
     """Load the model of one folder and return it."""
-    warming = held = recipe = None
-    if wanted.device is not None and torch.device(wanted.device).type == "cuda" and torch.cuda.is_available():
-        from flodl_hf.inference.cuda_warmup import Warming
-
-        warming = Warming(torch.device(wanted.device))
+    warming = _warming(wanted.device)
+    held = recipe = None
     root, commit = resolve_folder(name_or_path, hub, MODEL_FILES)
     if verified:
         from flodl_hf.checkpoints.weights.checksums import hold
@@ -250,6 +248,15 @@ def _load(
     if held is not None:
         held()
     return model
+
+
+def _warming(device: str | torch.device | None) -> Warming | None:
+    """Begin to make a CUDA device ready beside the reading of weights."""
+    if device is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return None
+    from flodl_hf.inference.cuda_warmup import Warming
+
+    return Warming(torch.device(device))
 
 
 def _configured(

@@ -27,8 +27,7 @@ from flodl_hf.serving.responses import (
     send_error,
     send_response,
 )
-from flodl_hf.serving.routes import ROUTES
-from flodl_hf.serving.routes.route import AppState, Route, model_named, schema_of
+from flodl_hf.serving.routes.route import ROUTES, AppState, Route, model_named, schema_of
 from flodl_hf.serving.settings import Settings
 from flodl_hf.serving.workers import Processes
 from flodl_hf.workers.messages import as_json

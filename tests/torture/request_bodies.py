@@ -41,8 +41,7 @@ def _sent(server: Server, path: str, data: bytes) -> Answer | None:
 
 def _field(server: Server, what: Mapping[str, Any]) -> Verdict:
     from flodl_hf.serving.responses import RefusedError
-    from flodl_hf.serving.routes import ROUTES
-    from flodl_hf.serving.routes.route import checked
+    from flodl_hf.serving.routes.route import ROUTES, checked
 
     path, name = what["path"], what["field"]
     field = next(field for route in ROUTES if route.path == path for field in route.fields if field.name == name)
@@ -72,7 +71,7 @@ def _option(server: Server, what: Mapping[str, Any]) -> Verdict:
 
 
 def _missing(server: Server, what: Mapping[str, Any]) -> Verdict:
-    from flodl_hf.serving.routes import ROUTES
+    from flodl_hf.serving.routes.route import ROUTES
 
     path, name = what["path"], what["field"]
     body = dict(BODIES[path])

@@ -48,7 +48,7 @@ def _field(random: Random, number: int) -> Fault:
 
 
 def _fields(path: str) -> list[str]:
-    from flodl_hf.serving.routes import ROUTES
+    from flodl_hf.serving.routes.route import ROUTES
 
     return [field.name for route in ROUTES if route.path == path for field in route.fields]
 

@@ -45,7 +45,7 @@ def config_text_of(folder: Path) -> str:
         another = next((hint for name, hint in _ANOTHERS.items() if is_entry(folder, name)), "")
         present = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
         found = f"does not exist. The folder contains: {', '.join(present) or 'nothing'}. {another}It is needed"
-        expected = "the configuration of a Hugging Face model"
+        expected = "the configuration of a Hugging Face model. Give the folder of config.json and the weights"
         raise refused(path, found, expected, problems=[CONFIG_NAME], kind=ConfigError)
     data = read_member(folder, CONFIG_NAME, MAX_CONFIG_BYTES, ConfigError)
     try:

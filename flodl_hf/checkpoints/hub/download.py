@@ -130,7 +130,7 @@ def resolve(
         return _local(path, subfolder, revision)
     text = os.fspath(name_or_path)
     if subfolder and not _plain(subfolder, _SUBFOLDER):
-        expected = "names separated by '/', relative and without '..'"
+        expected = "names separated by '/', relative and without '..'; give a folder of the repository"
         raise refused("subfolder", f"found {printable(subfolder)}", expected, kind=HubError, name=text)
     name, wanted = _repository(text, revision)
     from huggingface_hub import constants

@@ -31,14 +31,20 @@ class MaskedEmbeddings(Embeddings):
         norm_eps: epsilon of the layer norm.
         dropout: probability of dropping a value, in [0, 1).
         norm: which layer norm.
-        **options: the other tables, as of `Embeddings`.
+        max_positions: rows of the position table; 0 for none.
+        type_vocab_size: rows of the token type table; 0 for none.
+        pad_token_id: the word row that gets no gradient; None for none.
     """
 
     def __init__(
         self, vocab_size: int, size: int, hidden_size: int, norm_eps: float, dropout: float, *,
-        norm: type[nn.LayerNorm] = nn.LayerNorm, **options: Any,
+        norm: type[nn.LayerNorm] = nn.LayerNorm, max_positions: int = 0, type_vocab_size: int = 0,
+        pad_token_id: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(vocab_size, size, None, dropout, **options)
+        super().__init__(
+            vocab_size, size, None, dropout,
+            max_positions=max_positions, type_vocab_size=type_vocab_size, pad_token_id=pad_token_id,
+        )  # fmt: skip
         self.projection = nn.Linear(size, hidden_size, bias=False) if size != hidden_size else None
         self.norm = norm(hidden_size, eps=norm_eps)
 

@@ -10,4 +10,3 @@ from __future__ import annotations
 
 # Each module adds its routes to the table when it is imported.
 from flodl_hf.serving.routes import hub, openai, tei  # noqa: F401
-from flodl_hf.serving.routes.route import ROUTES as ROUTES

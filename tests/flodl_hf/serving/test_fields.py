@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from serving_models import MASKED, MODELS, QUESTIONS, TEXTS
 
-from flodl_hf.serving.routes import ROUTES
-from flodl_hf.serving.routes.route import Field
+from flodl_hf.serving.routes.route import ROUTES, Field
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*truncated")
 LONG_CHARACTERS = "good film " + TEXTS[4] + " the cat ran"

@@ -399,7 +399,7 @@ def test_a_line_of_the_log() -> None:
 
 def test_what_is_said_of_the_server_needs_no_torch() -> None:
     code = (
-        "import sys; from flodl_hf.serving.routes import ROUTES; from flodl_hf.serving.app import openapi; "
+        "import sys; from flodl_hf.serving.routes.route import ROUTES; from flodl_hf.serving.app import openapi; "
         "openapi(ROUTES, [], keys=True); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -377,7 +377,7 @@ def test_vllms_word_for_cutting(http: Any, local: dict[str, Any]) -> None:
 
 
 def test_what_is_said_of_the_server(http: Any, served: tuple[str, Any]) -> None:
-    from flodl_hf.serving.routes import ROUTES
+    from flodl_hf.serving.routes.route import ROUTES
 
     info = http.get("/info").json()
     for name in ("model_id", "model_dtype", "model_type", "max_concurrent_requests", "max_input_length",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flodl_hf.serving.routes import ROUTES
+from flodl_hf.serving.routes.route import ROUTES
 from tests.torture import command, served
 from tests.torture import serve as suite
 from tests.torture.replies import refused
