@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 STARTED = time.perf_counter()
 
@@ -62,7 +62,9 @@ def _start_ranks(words: list[str]) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = os.listdir("/dev") if os.path.isdir("/dev") else []  # absent on Windows
         files = [name for name in names if re.fullmatch("nvidia[0-9]+", name)]
-        here = [f"cuda:{one}" for one in range(len(files if visible is None else visible.split(",")))]
+        # CUDA reads the variable up to the first number that is no device.
+        seen = files if visible is None else list(takewhile(lambda one: one.strip() != "-1", visible.split(",")))
+        here = [f"cuda:{one}" for one in range(len(seen))]
         names = here[:number] if named.isdecimal() else named.split(",")
         if len(names) == number and set(names) <= set(here):
             from flodl_hf.workers.process import start_early

@@ -38,7 +38,7 @@ OPTIONS = (
     option("mix_adapters", bool, "Adapters of one base share batches, without merged weights.", "--mix-adapters",
            default=False),
     option("api_keys", list[str], _KEY, "--api-key"),
-    option("api_key_file", Path, "File with one API key per line."),
+    option("api_key_file", Path, "File with one API key per line. Lines that begin with # are comments."),
     _limit("max_batch_tokens", "Maximum tokens of a batch (default: by device)."),
     _limit("max_concurrent", "Maximum concurrent requests; more are refused (429)."),
     _limit("max_key_concurrent", "Maximum concurrent requests per key."),
@@ -85,7 +85,7 @@ def _keys(values: Sequence[str], file: Path | None) -> tuple[str, ...]:
     keys = [*values, *os.environ.get("FLODL_HF_API_KEYS", "").split(",")]
     if file is not None:
         try:
-            keys += file.read_text("utf-8").splitlines()
+            keys += [line for line in file.read_text("utf-8").splitlines() if not line.lstrip().startswith("#")]
         except (OSError, UnicodeDecodeError) as fault:
             raise PredictError(f"serve: {file} cannot be read ({fault}), expected one API key per line") from None
     return tuple(key.strip() for key in keys if key.strip())

@@ -33,8 +33,12 @@ def clustering_figures(vectors: Any, labels: Sequence[Any], *, seed: int = 0, tr
         labels: their classes.
         seed: seed of the initial centres.
         tries: number of k-means runs.
+
+    Raises:
+        DataError: there is not one class for each vector.
     """
     given = as_vectors(vectors, "vectors").float()
+    _expect_equal("clustering", vectors=given, labels=labels)
     names, classes = np.unique(np.asarray(labels), return_inverse=True)
     unit = F.normalize(given, dim=-1)
     near = semantic_search(unit, unit, top_k=2, measure="dot").indices.numpy()
@@ -42,6 +46,13 @@ def clustering_figures(vectors: Any, labels: Sequence[Any], *, seed: int = 0, tr
     groups = _groups(unit, len(names), seed, tries)
     accuracy = float((classes[other] == classes).mean())
     return {"neighbour_accuracy": accuracy, "v_measure": v_measure(classes, groups)}
+
+
+def _expect_equal(what: str, **parts: Any) -> None:
+    """Raise a `DataError` unless the parts have equal lengths."""
+    if len({len(part) for part in parts.values()}) > 1:
+        found = ", ".join(f"{len(part)} {name}" for name, part in parts.items())
+        raise DataError(f"{what}: found {found}; expected equal numbers")
 
 
 def v_measure(classes: Any, groups: Any) -> float:
@@ -217,10 +228,12 @@ def ranking_figures(scores: Sequence[Any], relevance: Sequence[Any], *, at: int 
         at: how many first candidates MRR and nDCG look at.
 
     Raises:
-        DataError: no query has anything to order.
+        DataError: no query has anything to order, or there are more scores or fewer than candidates.
     """
     rows = []
-    for pair in zip(scores, relevance, strict=True):
+    _expect_equal("ranking", scores=scores, relevance=relevance)
+    for index, pair in enumerate(zip(scores, relevance, strict=True)):
+        _expect_equal(f"ranking: query {index}", scores=np.ravel(pair[0]), relevance=np.ravel(pair[1]))
         said, true = np.stack([np.ravel(part) for part in pair]).astype(np.float64)
         if len(set(true.tolist())) < 2:
             continue
@@ -253,8 +266,12 @@ def reranking_figures(
         queries: ``(queries, size)``.
         positives: for each query the vectors of what belongs to it, ``(n, size)``.
         negatives: for each query the vectors of other candidates.
+
+    Raises:
+        DataError: there are not as many of each, or no query has both.
     """
     asked = as_vectors(queries, "queries").float()
+    _expect_equal("reranking", queries=asked, positives=positives, negatives=negatives)
     scores, relevance = [], []
     for query, good, bad in zip(asked, positives, negatives, strict=True):
         if not len(good) or not len(bad):

@@ -171,10 +171,10 @@ class FinetuneOptions(DataOptions, total=False):
     early_stopping: Annotated[int | None, Option(None, "Stop after this number of evaluations without improvement.",
         least=1)]
 
-    generator: Annotated[str | None, Option(None, "replaced: folder or name of a masked language model that is trained "
+    generator: Annotated[str | Path | None, Option(None, "replaced: folder or name of a masked language model that is trained "
         "jointly and samples the replacements (as ELECTRA); by default they are drawn from the vocabulary.")]
 
-    guide: Annotated[str | None, Option(None, "embedding: folder or name of a second model: the guide of "
+    guide: Annotated[str | Path | None, Option(None, "embedding: folder or name of a second model: the guide of "
         "GISTEmbedLoss, the teacher of MSELoss.")]
     prompts: Annotated[Any, Option(None, "embedding, sparse: a text before each text of the loss, or a mapping of "
         "columns to such texts. Metrics use the prompts of the folder, as sentence-transformers does.")]
@@ -191,14 +191,14 @@ class FinetuneOptions(DataOptions, total=False):
 
     trackers: Annotated[Sequence[str], Option((), "Trackers of metrics: csv, jsonl, tensorboard, wandb, mlflow.",
         each=TRACKERS)]
-    log_dir: Annotated[str | None, Option(None, "Folder of trackers; by default next to the result.", cli=False)]
-    profile: Annotated[str | None, Option(None, "Folder for traces of torch.profiler over some steps.", cli=False)]
+    log_dir: Annotated[str | Path | None, Option(None, "Folder of trackers; by default next to the result.", cli=False)]
+    profile: Annotated[str | Path | None, Option(None, "Folder for traces of torch.profiler over some steps.", cli=False)]
     report: Annotated[bool, Option(True, "Write report.html into the result: curves, and predictions for the "
         "evaluation data.")]
 
     save_every: Annotated[int | None, Option(None, "Steps between checkpoints, in addition to one per epoch.",
         least=1, cli=False)]
-    checkpoints: Annotated[str | None, Option(None, "Folder of checkpoints; by default next to the result.")]
+    checkpoints: Annotated[str | Path | None, Option(None, "Folder of checkpoints; by default next to the result.")]
     keep_last: Annotated[int, Option(1, "Number of newest checkpoints to keep, in addition to the best one.", least=1)]
     keep_checkpoints: Annotated[bool, Option(False, "Keep the checkpoints at the end of the run.", cli=False)]
     resume: Annotated[bool | Sequence[str], Option(False, "Resume an interrupted run from its checkpoints; True, or "
@@ -366,6 +366,7 @@ def checked(value: Any, hint: Any, checks: Mapping[str, Any]) -> Any:
     kinds = get_args(hint) or (hint,)
     if value in checks.get("words", ()) or (value is None and (type(None) in kinds or hint is Any)):
         return value
+    value = os.fspath(value) if Path in kinds and isinstance(value, os.PathLike) else value
     expected = ""
     if value is None:
         expected = "a value"

@@ -142,8 +142,7 @@ def finetune(
         for name in chosen.trackers if is_first_rank() else ():
             trackers.append(make_tracker(name, chosen.log_dir or beside, _settings(chosen)))
         if target is not None:
-            is_finished = os.path.isfile(target / "training.json") and not is_interrupted
-            if chosen.resume and is_finished and not overwrite:
+            if chosen.resume and os.path.isfile(target / "training.json") and not overwrite:
                 raise ExportError(
                     f"{target}: found a finished run, expected an interrupted one. To train for more epochs, give this "
                     "folder as the model and another one as out=...; to replace the model, give overwrite=True.",

@@ -220,8 +220,18 @@ class MSELoss(VectorLoss):
     forms: ClassVar[tuple[Form, ...]] = ("teacher_vectors",)
 
     def __call__(self, vectors: Sequence[Tensor], labels: Any, own: slice | None = None) -> Tensor:
-        """Return the mean over all numbers."""
+        """Return the mean over all numbers.
+
+        Raises:
+            TrainError: the teacher's vectors have another size.
+        """
         theirs = labels.unbind(1) if labels.dim() == 3 else [labels] * len(vectors)
+        if theirs[0].shape != vectors[0].shape:
+            raise TrainError(
+                f"train: the teacher's vectors have {theirs[0].shape[-1]} numbers, the model's {vectors[0].shape[-1]}; "
+                f"expected equal sizes, or EmbedDistillLoss(projection_dim={theirs[0].shape[-1]})",
+                found=tuple(theirs[0].shape),
+            )
         parts = [self.distance(mine, their.to(mine.dtype)) for mine, their in zip(vectors, theirs, strict=True)]
         return torch.stack(parts).mean()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from flodl.errors import TrainError
 from flodl_hf.inference.similarity import MEASURES
 from flodl_hf.training.losses.pairs import Form, VectorLoss
 
@@ -86,6 +87,11 @@ class AdaptiveLayerLoss(Wrapped):
     layer_weighting: str = "uniform"
 
     ragged: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if self.layer_weighting not in (valid := ("uniform", "log", "linear")):
+            raise TrainError(f"AdaptiveLayerLoss: layer_weighting is {self.layer_weighting!r}; expected one of {valid}")
 
     def __call__(self, layers: Sequence[Sequence[Tensor]], labels: Any, own: slice | None = None) -> Tensor:
         """Return the sum over the layers."""

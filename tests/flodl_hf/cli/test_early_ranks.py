@@ -61,7 +61,10 @@ def test_ranks_are_prepared_for_several_devices_only(words: list[str], expected:
     assert started(words) == f"started {expected}"
 
 
-@pytest.mark.parametrize(("visible", "expected"), [("0", []), ("3,1", [["cuda:0", "cuda:1", False]]), ("", [])])
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("0", []), ("3,1", [["cuda:0", "cuda:1", False]]), ("", []), ("0,-1,1", [])],
+)
 def test_ranks_are_prepared_for_visible_devices_only(visible: str, expected: list[object]) -> None:
     words = ["predict", "m", "--in", "a", "--devices", "2"]
     assert started(words, CUDA_VISIBLE_DEVICES=visible) == f"started {expected}"

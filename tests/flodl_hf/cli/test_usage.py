@@ -93,3 +93,16 @@ def test_predict_says_which_columns_it_read(demo_model: Path, tmp_path: Path) ->
     assert done.stderr.count("read: column 'text'\n") == 1
     done = CliRunner().invoke(app, [*given, str(tmp_path / "two.jsonl"), "--text-column", "body", "--json"])
     assert json.loads(done.stdout)["columns"] == ["body"]
+
+
+def test_comments_of_a_file_of_api_keys_are_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flodl_hf import serving
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(serving, "serve", lambda models, **options: asked.update(options))
+    monkeypatch.setenv("FLODL_HF_API_KEYS", "second")
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# clients\nfirst\n\n  # of the tests\n")
+    done = CliRunner().invoke(app, ["serve", "model", "--api-key-file", str(keys)])
+    assert done.exit_code == 0, done.stderr
+    assert sorted(asked["api_keys"]) == ["first", "second"]

@@ -73,8 +73,10 @@ def test_ctrl_c_in_python_keeps_what_was_trained(out: bool, ranks: int, base: Pa
         assert rest.losses[: result.steps] == result.losses
 
 
-def test_a_resume_of_a_finished_run_says_that_it_is_finished(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_folder", [False, True])
+def test_a_resume_of_a_finished_run_says_that_it_is_finished(own_folder: bool, base: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = {"train": ROWS[:16], "out": tmp_path / "out", **BASIC}
+    given |= {"checkpoints": tmp_path / "kept"} if own_folder else {}
     first = finetune(base, **given)
     with pytest.raises(ExportError, match="finished run"):
         finetune(base, resume=True, **given)

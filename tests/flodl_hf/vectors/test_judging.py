@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,21 @@ def test_rankings_by_hand() -> None:
     assert by_vectors == pytest.approx(ranking_figures([scores.numpy()], [[1, 0, 0, 0, 0]]))
     with pytest.raises(DataError, match="different relevance"):
         ranking_figures([[1.0, 2.0]], [[1, 1]])
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        lambda: clustering_figures(A, [0, 1]),
+        lambda: ranking_figures([[1.0, 2.0]], [[1, 0], [0, 1]]),
+        lambda: ranking_figures([[1.0, 2.0]], [[1, 0, 0]]),
+        lambda: reranking_figures(A[:2], [B[:1]], [C[:4], C[:2]]),
+        lambda: similarity_figures(A, B, SCORES[:3]),
+    ],
+)
+def test_parts_of_different_lengths_are_refused(figures: Callable[[], Any]) -> None:
+    with pytest.raises(DataError, match="expected equal numbers"):
+        figures()
 
 
 def test_groups() -> None:

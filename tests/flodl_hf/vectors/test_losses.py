@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flodl.errors import ConfigError
+from flodl.errors import ConfigError, TrainError
 from flodl_hf.training.losses import LOSSES, AdaptiveLayerLoss, MatryoshkaLoss, ranking
 from flodl_hf.training.losses import make_loss as make
 
@@ -101,6 +101,14 @@ def test_a_loss_at_several_sizes_and_after_several_layers() -> None:
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
     for a, b in zip(torch.autograd.grad(found, mine), torch.autograd.grad(wanted, exact), strict=True):
         torch.testing.assert_close(a, b.float(), rtol=2e-4, atol=2e-5)
+
+
+def test_settings_and_teachers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(TrainError, match="layer_weighting"):
+        AdaptiveLayerLoss(make("MultipleNegativesRanking"), layer_weighting="exponential")
+    with pytest.raises(TrainError) as caught:
+        make("MSE")([torch.ones(2, 4)], torch.ones(2, 6))
+    assert caught.value.details["found"] == (2, 6)
 
 
 @pytest.mark.parametrize("directions", ["query_to_doc", "query_to_doc+doc_to_query+query_to_query+doc_to_doc"])
