@@ -171,8 +171,8 @@ class FinetuneOptions(DataOptions, total=False):
     early_stopping: Annotated[int | None, Option(None, "Stop after this number of evaluations without improvement.",
         least=1)]
 
-    generator: Annotated[str | Path | None, Option(None, "replaced: folder or name of a masked language model that is trained "
-        "jointly and samples the replacements (as ELECTRA); by default they are drawn from the vocabulary.")]
+    generator: Annotated[str | Path | None, Option(None, "replaced: folder or name of a masked language model that is "
+        "trained jointly and samples the replacements (as ELECTRA); by default they are drawn from the vocabulary.")]
 
     guide: Annotated[str | Path | None, Option(None, "embedding: folder or name of a second model: the guide of "
         "GISTEmbedLoss, the teacher of MSELoss.")]
@@ -192,7 +192,8 @@ class FinetuneOptions(DataOptions, total=False):
     trackers: Annotated[Sequence[str], Option((), "Trackers of metrics: csv, jsonl, tensorboard, wandb, mlflow.",
         each=TRACKERS)]
     log_dir: Annotated[str | Path | None, Option(None, "Folder of trackers; by default next to the result.", cli=False)]
-    profile: Annotated[str | Path | None, Option(None, "Folder for traces of torch.profiler over some steps.", cli=False)]
+    profile: Annotated[str | Path | None, Option(None, "Folder for traces of torch.profiler over some steps.",
+        cli=False)]
     report: Annotated[bool, Option(True, "Write report.html into the result: curves, and predictions for the "
         "evaluation data.")]
 
