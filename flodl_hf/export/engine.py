@@ -239,9 +239,7 @@ class _Export:
                 answered = answer(batch.inputs)
             except PredictError as fault:
                 found = f"{self.engine} cannot run the exported {type(self.traced.model).__name__} ({fault})"
-                expected_answer = (
-                    f"an answer for {batch.name}. Nothing was written. Give opset={OPSET} if it is another"
-                )
+                expected_answer = f"an answer for {batch.name}. Nothing was written; opset={OPSET} works everywhere"
                 raise refused("export", found, expected_answer, kind=ExportError) from fault
             shape = " x ".join(str(n) for n in batch.inputs["input_ids"].shape)
             gaps = [self._gap(name, answered.get(name), value, real) for name, value in expected.items()]

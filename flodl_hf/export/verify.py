@@ -113,7 +113,7 @@ def verify_export(
         parts = transformer_folders(place)
     held = next((name for name in ENGINE_FILES if (place / name).is_file()), None)
     if held is not None and not any((place / part / name).is_file() for part in parts for name in WEIGHT_FILES):
-        found = f"found {held}, written for another engine; its comparison is in {RECEIPT}"
+        found = f"found {held}, written for another engine, without weights; its comparison is in {RECEIPT}"
         expected = "a model's folder. Use `flodl-hf verify` or `flodl-hf verify-endpoint`"
         raise refused(place, found, expected, problems=[held], kind=ExportError)
     base = None if source is None else Path(source)

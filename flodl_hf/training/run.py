@@ -136,7 +136,7 @@ def finetune(
     trackers, is_interrupted = list[Tracker](), False
     if not problems.messages:
         kept = kept if chosen.checkpoints is None else Path(chosen.checkpoints)
-        is_interrupted = kept is not None and kept.is_dir() and bool(list_checkpoints(kept))
+        is_interrupted = kept is not None and os.path.isdir(kept) and bool(list_checkpoints(kept))
         chosen = as_before(chosen, kept)
         beside = Path("runs") if target is None else target.with_name(target.name + ".logs")
         for name in chosen.trackers if is_first_rank() else ():

@@ -52,7 +52,8 @@ def config_text_of(folder: Path) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as fault:
         found = f"not UTF-8 text at byte {fault.start}"
-        raise refused(path, found, "JSON in UTF-8", problems=["encoding"], kind=ConfigError) from None
+        expected = "JSON in UTF-8. Save it so, or fetch it again"
+        raise refused(path, found, expected, problems=["encoding"], kind=ConfigError) from None
 
 
 def read_json(text: str | bytes, path: str, repeated: list[str] | None = None) -> dict[str, Any]:

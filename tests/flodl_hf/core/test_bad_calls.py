@@ -63,7 +63,7 @@ def test_a_path_that_does_not_exist_is_said_to_be_missing(
 
 
 def test_an_empty_folder_says_what_it_should_hold(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json does not exist.*contains: nothing") as caught:
+    with pytest.raises(ConfigError, match=r"config\.json: does not exist.*contains: nothing") as caught:
         load(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
@@ -198,7 +198,7 @@ def test_a_call_with_texts_is_told_where_texts_go(given: Any, make: Maker) -> No
     model = make("bert", "base")
     with pytest.raises(PredictError, match=r"expected a tensor of token ids.*predict, embed, answer"):
         model(given)
-    with pytest.raises(PredictError, match=r"found Encoded, .*: model\(\*\*encoding\)"):
+    with pytest.raises(PredictError, match=r"found Encoded; .*: model\(\*\*model\.tokenizer"):
         model(model.tokenizer(["the cat"], return_tensors="pt"))
 
 

@@ -40,9 +40,7 @@ def write(folder: Path, **values: Any) -> None:
 @pytest.mark.parametrize("key", ["hidden_size", "anything"])
 def test_a_value_that_is_no_number_is_named_by_its_key(folder: Path, key: str, number: str) -> None:
     write(folder, **{key: "@" + number})
-    read = rf"config\.json: '{key}' is .*expected a JSON object"
-    finite = rf"(?s)config\.json: .* '{key}': found .*, which JSON does not have; expected finite numbers"
-    with pytest.raises(ConfigError, match=finite if "N" in number or "I" in number else read) as caught:
+    with pytest.raises(ConfigError, match=rf"(?s)config\.json: .* {key}: found .*(nan|inf)") as caught:
         load(folder, strict_config=True)
     assert "int_max_str_digits" not in str(caught.value)
 
@@ -51,11 +49,21 @@ def test_a_value_that_is_no_number_is_named_by_its_key(folder: Path, key: str, n
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
 def test_values_that_lie_too_deep_are_refused(folder: Path, inner: str, opening: str, closing: str) -> None:
     text = (folder / "config.json").read_text("utf-8")
-    for depth in (100, 300, 500, 800, 980):
+    for depth in (500, 800, 980, 5000):
         deep = '{"deep": ' + opening * depth + inner + closing * depth + ", "
         (folder / "config.json").write_text(text.replace("{", deep, 1))
-        with pytest.raises(ConfigError, match=r"config\.json: nested too deeply; expected a JSON object"):
+        with pytest.raises(ConfigError, match=r"config\.json: .*nested too deeply.*; expected a JSON object"):
             load(folder)
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_values_that_lie_deep_are_written_again(folder: Path, tmp_path: Path, opening: str, closing: str) -> None:
+    text = (folder / "config.json").read_text("utf-8")
+    for depth in (50, 150):
+        deep = '{"_deep": ' + opening * depth + "1" + closing * depth + ", "
+        (folder / "config.json").write_text(text.replace("{", deep, 1))
+        written = load(folder).save_pretrained(tmp_path / str(depth))
+        assert json.loads((written / "config.json").read_text("utf-8")) == json.loads(text.replace("{", deep, 1))
 
 
 def test_a_key_of_another_family_may_hold_anything(folder: Path) -> None:

@@ -329,7 +329,7 @@ def test_one_graph_computes_one_route(saved: Saved) -> None:
     from flodl_hf.export.traced import Traced
 
     own: Any = load(apart(saved("roberta"), saved("distilbert")))
-    with pytest.raises(ExportError, match=r"Export model.on_route\('query'\)"):
+    with pytest.raises(ExportError, match=r"export model\.on_route\('query'\)"):
         Traced(own)
     assert Traced(own.on_route("query")).outputs["sentence_embedding"]
     model: Any = load(behind(saved("bert")))

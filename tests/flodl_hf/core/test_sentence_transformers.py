@@ -210,10 +210,10 @@ def test_the_numbers_are_those_of_sentence_transformers(name: str, saved: Saved,
     folder = folder_of(name, saved)
     _, _, method, given = CASES[name]
     expected = torch.tensor(json.loads(GOLDEN.read_text("utf-8"))[name])
-    torch.testing.assert_close(theirs(folder, method, given), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(theirs(folder, method, given), expected, rtol=0, atol=2e-6)
     # It reads what this package writes.
     out = load(folder).save_pretrained(tmp_path / "out")
-    torch.testing.assert_close(theirs(out, method, given), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(theirs(out, method, given), expected, rtol=0, atol=2e-6)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str, Any]] = [
