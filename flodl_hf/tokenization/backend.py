@@ -386,7 +386,7 @@ class Backend:
             run = partial(run, is_pretokenized=words, add_special_tokens=special)
             return self._run(run, batch, [texts, pairs or ()])
         except BaseException as cause:
-            remedy = "the tokenizer cannot treat one of the texts"
+            remedy = "the tokenizer cannot treat one of the texts; check its files"
             raise_translated(cause, f"{self.source}: encoding", remedy, texts, pairs)
 
     def word_tokens(self, text: str) -> list[str] | None:

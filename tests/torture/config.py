@@ -355,4 +355,5 @@ def _plain_labels(source: Mapping[str, Any]) -> dict[int, str] | None:
         return None
     if not all(isinstance(name, str) and number.isascii() and number.isdigit() for number, name in names.items()):
         return None
-    return {int(number): name for number, name in names.items()}
+    # transformers counts the names; those of larger numbers are no label's, which a warning says
+    return {int(number): name for number, name in names.items() if int(number) < len(names)}

@@ -436,7 +436,8 @@ def family_of(source: Mapping[str, Any], name: str) -> Family:
         ConfigError: no such key, or a type that is not among the families; the nearest is suggested.
     """
     model_type = source.get("model_type")
-    if (family := match_config(source) or named(model_type)) is not None:
+    family = match_config(source) or (named(model_type) if isinstance(model_type, str) else None)
+    if family is not None:
         return family
     known = model_types()
     word = "" if model_type is None else str(model_type)
@@ -444,7 +445,8 @@ def family_of(source: Mapping[str, Any], name: str) -> Family:
     close = [] if is_other else get_close_matches(word, known, n=1, cutoff=0.8)
     hint = f", did you mean {close[0]!r}?" if close else ", another architecture" if is_other else ""
     found = f"model_type {f'is {printable(word, 60)}' if word else 'is missing'}{hint}"
-    expected = f"one of {', '.join(known)}. Similar ones can be added: flodl_hf.families.register(FAMILY)"
+    advice = "Use transformers for other ones, or add a similar one: flodl_hf.families.register(FAMILY)"
+    expected = f"one of {', '.join(known)}. {advice}"
     raise refused(name, found, expected, problems=["model_type"], kind=ConfigError, known=known)
 
 

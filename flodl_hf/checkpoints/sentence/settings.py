@@ -234,7 +234,8 @@ def _checked(root: Path, value: Modules) -> Modules:
     unknown = [kind for kind in kinds if kind not in _KNOWN]
     if unknown:
         found = f"found the module {printable(unknown[0], 80)}, which is not supported"
-        expected = f"{', '.join(_KNOWN)}, or a Router of these, or the transformer's own folder"
+        advice = "Give the transformer's own folder, or use sentence-transformers"
+        expected = f"{', '.join(_KNOWN)}, or a Router of these. {advice}"
         raise refused(root / "modules.json", found, expected, problems=unknown, kind=ConfigError)
     first, behind = kinds[:1], kinds[1:]
     if "MultiVectorMask" in kinds:
