@@ -211,7 +211,7 @@ def test_a_start_in_half_precision_trains_in_shards_as_on_one_device(
     alone = finetune(half, devices="cpu", **given)
     shared = finetune(half, devices=["cpu", "cpu"], shard="fsdp", out=tmp_path / "out", **given)
     # The folder was written without the base in float32.
-    assert vars(shared)["model"].dtype_in_shards == (torch.float32 if more else None)
+    assert vars(shared)["_model"].dtype_in_shards == (torch.float32 if more else None)
     one, other = weights(alone.model), weights(shared.model)
     assert one.keys() == other.keys()
     assert {value.dtype for value in other.values()} == {torch.float32}
