@@ -264,7 +264,7 @@ def json_row(number: int, item: tuple[int, bytes]) -> Row:
         return Row(number, line, None, str(fault))
     except (ValueError, RecursionError) as error:
         shown = printable(raw[:400].decode("utf-8", "replace").strip(), 60)
-        return Row(number, line, None, f"found invalid JSON ({error}): {shown}, expected a JSON object; correct the line")
+        return Row(number, line, None, f"found invalid JSON ({error}): {shown}, expected a JSON object; correct it")
     if not isinstance(values, dict):
         shown = f"{type(values).__name__}: {printable(text, 60)}"
         return Row(number, line, None, f"found {shown}, expected a JSON object")
