@@ -226,11 +226,12 @@ class MSELoss(VectorLoss):
             TrainError: the teacher's vectors have another size.
         """
         theirs = labels.unbind(1) if labels.dim() == 3 else [labels] * len(vectors)
-        if theirs[0].shape != vectors[0].shape:
+        size, found = vectors[0].shape[-1], theirs[0].shape
+        if found != vectors[0].shape:
             raise TrainError(
-                f"train: the teacher's vectors have {theirs[0].shape[-1]} numbers, the model's {vectors[0].shape[-1]}; "
-                f"expected equal sizes, or EmbedDistillLoss(projection_dim={theirs[0].shape[-1]})",
-                found=tuple(theirs[0].shape),
+                f"train: the teacher's vectors have {found[-1]} numbers, the model's {size}; expected equal sizes. "
+                f"Pass loss='EmbedDistill', loss_options={{'projection_dim': {found[-1]}}} to train with another size",
+                found=tuple(found),
             )
         parts = [self.distance(mine, their.to(mine.dtype)) for mine, their in zip(vectors, theirs, strict=True)]
         return torch.stack(parts).mean()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from flodl.errors import TrainError
+from flodl.errors import ConfigError
 from flodl_hf.inference.similarity import MEASURES
 from flodl_hf.training.losses.pairs import Form, VectorLoss
 
@@ -91,7 +91,8 @@ class AdaptiveLayerLoss(Wrapped):
     def __post_init__(self) -> None:
         """Check the settings."""
         if self.layer_weighting not in (valid := ("uniform", "log", "linear")):
-            raise TrainError(f"AdaptiveLayerLoss: layer_weighting is {self.layer_weighting!r}; expected one of {valid}")
+            fault = f"layer_weighting is {self.layer_weighting!r}; expected one of {', '.join(valid)}"
+            raise ConfigError(f"AdaptiveLayerLoss: {fault}", problems=[fault])
 
     def __call__(self, layers: Sequence[Sequence[Tensor]], labels: Any, own: slice | None = None) -> Tensor:
         """Return the sum over the layers."""

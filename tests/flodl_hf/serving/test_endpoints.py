@@ -37,7 +37,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         told = json.loads((folder / "tokenizer.json").read_text())
         told["normalizer"]["lowercase"] = False
         (folder / "tokenizer.json").write_text(json.dumps(told))
-        # transformers, which sentence-transformers reads with, takes this one.
+        # transformers 5 reads do_lower_case here and ignores the normalizer of tokenizer.json.
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "do_lower_case": False}))
     kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")

@@ -104,7 +104,7 @@ def test_a_loss_at_several_sizes_and_after_several_layers() -> None:
 
 
 def test_settings_and_teachers_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(TrainError, match="layer_weighting"):
+    with pytest.raises(ConfigError, match="layer_weighting"):
         AdaptiveLayerLoss(make("MultipleNegativesRanking"), layer_weighting="exponential")
     with pytest.raises(TrainError) as caught:
         make("MSE")([torch.ones(2, 4)], torch.ones(2, 6))
